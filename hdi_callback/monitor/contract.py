@@ -56,10 +56,12 @@ _ROUNDING = 0.02  # of rotary tables in bf16
 _LOOKS = {GRADIENTS: "a step", PLACES: "a step", STILL: "each reading"}  # that values come from, if not a forward
 _STEP = "the training step"
 _WHOLE = {**dict.fromkeys((*_LOOKS, LABELS, LOSS), _STEP), OPERATIONS: "the forward", INPUTS: "what the model is given"}
+_WHOLES = {*_WHOLE.values()}
 _MOST = 4  # changes of a forward that are listed
 
 Key = tuple[str, int, str]  # a layer, which of its calls in one forward, and a term
 Clauses = dict[str, tuple[Any, ...]]  # what has changed -> of which heads, none for the whole layer, or of which names
+_Change = tuple[Key, str, int, Clauses, bool]  # where, the time in words, its first step, what, and if it is a warning
 
 
 class Contract:
@@ -97,8 +99,7 @@ class Contract:
         The step that is looked at began at the reading `before`, if there was one; the number of this one is `reading`.
         """
         self._number = reading
-        # Of a layer, the step or the forward, by time and first step: what, in which layers, and if it is a warning.
-        changes: dict[tuple[str, str, int], tuple[Clauses, set[str], set[bool]]] = {}
+        changes: list[_Change] = []
         try:
             with without_modes():  # a model may run under torch.device("meta")
                 of_each = [[item] if isinstance(item, Facts) else facts_of(TapeReader(item).finish()) for item in read]
@@ -110,25 +111,29 @@ class Contract:
                 values = of_training | self._values_of(every, no_gradient)
                 values |= {} if trained is None else self._values_of_target(trained, every)
                 values |= self._operations([(it, facts) for it, facts in zip(read, of_each) if isinstance(it, Tape)])
-                steps = step, step if before is None else before
-                for (layer, _, term), when, since, clauses, is_warning in self._changes(*steps, values):
-                    key = _WHOLE.get(term, layer or _STEP), when, since
-                    merged, layers, are_warnings = changes.setdefault(key, ({}, set(), set()))
-                    layers.add("" if term in {OPERATIONS, LOSS, INPUTS} else layer)
-                    are_warnings.add(is_warning)
-                    for text, names in clauses.items():
-                        names = tuple(f"{layer}.{name}".lstrip(".") for name in names) if term in _LOOKS else names
-                        merged[text] = (*merged.get(text, ()), *names)
+                changes += self._changes(step, step if before is None else before, values)
         except Exception as error:
             self._has_failed = True
             warn(f"Comparing what attention computes with the first forward failed ({describe(error)}).")
-        events: dict[tuple[str, int, tuple[str, ...], bool], dict[str, tuple[int, ...]]] = {}
-        of_attention = {
-            key[2] for key, (*_, are_warnings) in changes.items() if key[0] not in _WHOLE.values() and any(are_warnings)
-        }
+        return self._alerts(step, changes)
+
+    def _alerts(self, step: int, changes: Iterable[_Change]) -> tuple[Alert, ...]:
+        """Return an alert of each event: what has changed at one time, alike in some layers, or in the whole."""
+        # Of a layer, the step or the forward, by time and first step: what, in which layers, and if it is a warning.
+        merged: dict[tuple[str, str, int], tuple[Clauses, set[str], set[bool]]] = {}
+        for (layer, _, term), when, since, changed, is_warning in changes:
+            key = _WHOLE.get(term, layer or _STEP), when, since
+            clauses, layers, are_warnings = merged.setdefault(key, ({}, set(), set()))
+            layers.add("" if term in {OPERATIONS, LOSS, INPUTS} else layer)
+            are_warnings.add(is_warning)
+            for text, names in changed.items():
+                names = tuple(f"{layer}.{name}".lstrip(".") for name in names) if term in _LOOKS else names
+                clauses[text] = (*clauses.get(text, ()), *names)
+        of_attention = {at for (place, _, at), (*_, each) in merged.items() if place not in _WHOLES and any(each)}
         everywhere = {key[0] for key in self._latest if key[2] not in {TARGET, *_WHOLE}}
-        for (place, when, since), (clauses, layers, are_warnings) in changes.items():
-            if place not in _WHOLE.values():
+        events: dict[tuple[str, int, tuple[str, ...], bool], dict[str, tuple[int, ...]]] = {}
+        for (place, when, since), (clauses, layers, are_warnings) in merged.items():
+            if place not in _WHOLES:
                 heads = tuple(sorted({head for each in clauses.values() for head in each}))
                 event = events.setdefault((f"attention in {{}} {when}", since, tuple(clauses), any(are_warnings)), {})
                 event[place] = heads if all(clauses.values()) else ()
@@ -197,10 +202,8 @@ class Contract:
                     self._latest.setdefault((group, mode, OPERATIONS), ({}, max(before.values())))
         return values
 
-    def _changes(
-        self, of_forward: int, of_step: int, values: Mapping[Key, Any]
-    ) -> Iterator[tuple[Key, str, int, Clauses, bool]]:
-        """Yield each change that the next reading confirms, or that goes on: time, first step, if it is a warning."""
+    def _changes(self, of_forward: int, of_step: int, values: Mapping[Key, Any]) -> Iterator[_Change]:
+        """Yield each change that the next reading confirms, or that goes on."""
         # What the next reading does not have is forgotten; the next comparison looks for it again.
         looks = {_LOOKS.get(key[2]) for key in values}
         self._pending = {

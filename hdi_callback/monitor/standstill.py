@@ -6,7 +6,7 @@ it is looked at whether their module runs. Attention is left to *frozen weights*
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -70,12 +70,29 @@ class Standstill:
         before, self._versions = self._versions, {name: each._version for name, each in self._trained.items()}
         still = {name for name, version in self._versions.items() if version == before.get(name)}
         looked_at, tensors = dict[str, tuple[str, nn.Module]](), list[Tensor]()
-        if len(still) == len(self._trained):  # all steps were skipped, or nothing moves at all
-            return StepFacts(tensors, partial(self._terms, looked_at, self._ran))
-        self._first |= dict.fromkeys(self._versions.keys() - before.keys() if before else (), self._readings + 1)
-        still |= set() if self._has_rate(optimizers) else {_RATES}
-        places = [layer.name for layer in layers]
-        attention, blocks = ({f"{name}." for name in names if name} for names in (places, map(_parent, places)))
+        if len(still) < len(self._trained):  # else all steps were skipped, or nothing moves at all
+            self._first |= dict.fromkeys(self._versions.keys() - before.keys() if before else (), self._readings + 1)
+            still |= set() if self._has_rate(optimizers) else {_RATES}
+            places = [layer.name for layer in layers]
+            attention, blocks = (tuple(f"{each}." for each in of if each) for of in (places, map(_parent, places)))
+            for name, moved, since in self._lasting(step, still):
+                parameter, place = self._trained.get(name, self._rates), name_without_wrappers(name)
+                bits = bits_of(parameter).sum(dtype=int64)
+                if name in self._waiting:
+                    module, bits_before = self._waiting.pop(name)
+                    is_held = any(parameter is each for held in optimizers for each in parameters_of(held))
+                    begun = _CUT_OFF if is_held and place.startswith(blocks) else _UNUSED
+                    phrase = _NO_RATE if name == _RATES else _STOPPED if moved else begun
+                    looked_at[name] = phrase.format(since), module
+                    tensors += [bits_before, bits]
+                    self._settled.add(name)
+                elif not place.startswith(attention):
+                    self._waiting[name] = self._model.get_submodule(_parent(name)), bits
+            self._step, self._readings = step, self._readings + 1
+        return StepFacts(tensors, partial(self._terms, looked_at, self._ran))
+
+    def _lasting(self, step: int, still: set[str]) -> Iterator[tuple[str, int, int]]:
+        """Yield what stands still for long: its name, the readings at which it moved before, and since which step."""
         for name in self._still.keys() - still:
             self._settled |= {name} if self._still.pop(name)[0] else set()
             self._first[name] = self._readings
@@ -86,20 +103,7 @@ class Standstill:
             self._still[name] = moved, count + 1, since
             lasts = count + 1 >= _STILL and step - since >= max(_STEPS, _SHARE * step * (name == _RATES))
             if lasts and (moved >= _MOVED or (moved == 0 and name != _RATES)):
-                parameter, place = self._trained.get(name, self._rates), name_without_wrappers(name)
-                now = bits_of(parameter).sum(dtype=int64)
-                if name in self._waiting:
-                    module, bits = self._waiting.pop(name)
-                    is_held = any(parameter is each for held in optimizers for each in parameters_of(held))
-                    begun = _CUT_OFF if is_held and place.startswith(tuple(blocks)) else _UNUSED
-                    phrase = _NO_RATE if name == _RATES else _STOPPED if moved else begun
-                    looked_at[name] = phrase.format(since), module
-                    tensors += [bits, now]
-                    self._settled.add(name)
-                elif not place.startswith(tuple(attention)):
-                    self._waiting[name] = self._model.get_submodule(_parent(name)), now
-        self._step, self._readings = step, self._readings + 1
-        return StepFacts(tensors, partial(self._terms, looked_at, self._ran))
+                yield name, moved, since
 
     def _has_rate(self, optimizers: Iterable[Optimizer]) -> bool:
         """Return whether some group has more than next to nothing of its largest rate, or one that is not known."""
