@@ -29,12 +29,14 @@ class MovementSums(NamedTuple):
 
 @torch.no_grad()
 def movement_sums(now: Tensor, before: Tensor) -> MovementSums:
-    """Return sums over the weights of heads, ``(..., H, width, features)``, and those of an earlier reading."""
-    wide = torch.promote_types(now.dtype, torch.float32)
-    before = before.to(now.device, wide, non_blocking=True)
-    change = now.to(wide) - before
-    moved = torch.linalg.vector_norm(change, dim=(-2, -1))
+    """Return sums over the weights of heads, ``(..., H, width, features)``, and those of an earlier reading.
+
+    The earlier ones are overwritten, as new memory takes longer to touch than all the rest.
+    """
+    before = before.to(now.device, torch.promote_types(now.dtype, torch.float32), non_blocking=True)
     size = torch.linalg.vector_norm(before, dim=(-2, -1))
+    change = before - now if before.is_inference() else before.sub_(now)
+    moved = torch.linalg.vector_norm(change, dim=(-2, -1))
     return MovementSums(moved, size, change.eq_(0).sum((-2, -1)))  # as floats: of booleans it is six times as slow
 
 
@@ -54,4 +56,4 @@ def _relative(moved: Tensor, size: Tensor) -> Tensor:
 @torch.no_grad()
 def not_finite(weight: Tensor) -> Tensor:
     """Return which heads ``(..., H)`` of a weight ``(..., H, width, features)`` hold numbers that are not finite."""
-    return (weight * 0).sum((-2, -1)).isnan()  # 0 * x is NaN for NaN and infinity
+    return ~torch.stack([weight.amax((-2, -1)), weight.amin((-2, -1))]).isfinite().all(0)
