@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from hdi_callback.arguments import listed
 from hdi_callback.attention import AttentionLayer, Survey, survey
 from hdi_callback.attention.discovery.own_inputs import forward_of_torchs_attention
+from hdi_callback.audits.pairs import unmatched_weights
 from hdi_callback.audits.sources import NOT_STORED, Target, open_target
 from hdi_callback.dashboards.layer_table import layers_text
 from hdi_callback.dashboards.verdict import Verdict, verdict
@@ -124,6 +125,8 @@ def audit(
             message, action = f"weights of {name} are missing: {reason}", "Look at how it was written"
             findings.append(Alert(step, "weights missing", "warning", {name: ()}, message, action))
     findings += [alert for layer in whole for alert in _dead_heads(layer, step)] + _copied_layers(whole, step)
+    told = {name for finding in findings for name in finding.where}
+    findings += unmatched_weights([layer for layer in whole if layer.name not in told], step)
     findings.sort(key=lambda alert: (-LEVELS.index(alert.level), -(alert.value or 0)))
     return Audit(opened.name, facts, replace(record, alerts=tuple(findings), active=tuple(findings)), refused)
 

@@ -43,6 +43,8 @@ PICTURES = {
 AUDITED = {
     "dead heads": "The weights of a head are all but zero for queries, keys, values or the output.",
     "copied layers": "Two layers have equal weights to the bit, though they do not share them.",
+    "unmatched weights": "Training has matched queries with keys, or values with outputs, in the other layers and not "
+    "in this one: it was not trained, or its heads or rows are in another order.",
     "weights missing": "The file has no weights for a role of a layer, so that nothing can be said of it.",
 }
 """Findings of audits, where a run has rules of their own or nothing of the kind."""

@@ -450,6 +450,83 @@ def test_many_equal_layers_are_one_line():
 # --- layers compared with each other
 
 
+@pytest.fixture(scope="module")
+def trained() -> nn.Sequential:
+    """Six layers that were trained for 60 steps to tell which token came before."""
+    torch.manual_seed(0)
+    layers = [nn.TransformerEncoderLayer(32, 2, 32, dropout=0.0, batch_first=True) for _ in range(6)]
+    for layer in layers:
+        nn.init.normal_(layer.self_attn.in_proj_weight, std=0.05)
+        nn.init.normal_(layer.self_attn.out_proj.weight, std=0.05)
+    model = nn.Sequential(*layers)
+    table, place, head = nn.Embedding(16, 32), nn.Parameter(torch.randn(12, 32)), nn.Linear(32, 16)
+    optimizer = torch.optim.AdamW([*model.parameters(), *table.parameters(), place, *head.parameters()], lr=3e-3)
+    for _ in range(60):
+        tokens = torch.randint(16, (16, 12))
+        logits = head(model(table(tokens) + place))
+        nn.functional.cross_entropy(logits[:, 1:].flatten(0, 1), tokens[:, :-1].flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.eval()
+
+
+LAYER = "2.self_attn"
+
+
+def changed(model: nn.Sequential, change) -> list[tuple[str, str, str]]:
+    other = copy.deepcopy(model)
+    attention = other[2].self_attn
+    with torch.no_grad():
+        change(*attention.in_proj_weight.view(3, 2, 16, 32), attention.out_proj.weight)
+    return [(finding.layers, finding.level, finding.message) for finding in audit(other).findings]
+
+
+def drawn_again(*weights) -> None:
+    for weight in weights:
+        weight.normal_(std=float(weight.std()))
+
+
+def test_nothing_is_told_of_layers_that_were_trained_alike_or_not_at_all(trained):
+    assert changed(trained, lambda *weights: None) == []
+    torch.manual_seed(0)
+    assert audit(nn.Sequential(*(nn.TransformerEncoderLayer(32, 2, 32) for _ in range(6)))).findings == ()
+
+
+@pytest.mark.parametrize(
+    ("change", "clause"),
+    [
+        (lambda q, k, v, o: k.copy_(k.flip(0)), "its key weights match the query weights of other heads"),
+        (lambda q, k, v, o: o.copy_(o.roll(16, 1)), "its output weights match the value weights of other heads"),
+        (
+            lambda q, k, v, o: k.copy_(k.clone().view(16, 2, 32).transpose(0, 1)),
+            "its query and key weights match by chance",
+        ),
+        (lambda q, k, v, o: k.copy_(k.flip(1)), "its query and key weights match by chance alone"),
+        (lambda q, k, v, o: drawn_again(v), "its value and output weights match by chance alone"),
+        (lambda *weights: drawn_again(*weights), "chance alone and its value and output weights match by chance"),
+    ],
+    ids=["heads of keys", "heads of outputs", "interleaved", "reversed", "fresh values", "fresh layer"],
+)
+def test_a_layer_whose_weights_are_not_matched_as_training_leaves_them_is_named(trained, change, clause):
+    torch.manual_seed(1)
+    ((layers, level, message),) = changed(trained, change)
+    assert layers == (LAYER,)
+    assert clause in message
+    assert level == ("warning" if "other heads" in clause else "notice")
+
+
+def test_keys_of_another_layer_are_told_with_its_name_and_a_notice_is_printed(trained):
+    other = copy.deepcopy(trained)
+    keys = [layer.self_attn.in_proj_weight.data[32:64] for layer in (other[2], other[4])]
+    keys[0].copy_(keys[1])
+    with torch.no_grad():
+        keys[1].normal_(std=0.1)
+    shown = str(audit(other))
+    assert f"{LAYER} is unlike the other layers" in shown
+    assert "its key weights match the query weights of 4.self_attn" in shown
+    assert "Notice: 4.self_attn is unlike the other layers" in shown
+
+
 def test_layers_that_are_equal_to_the_bit_are_named_and_not_a_layer_that_is_called_twice():
     torch.manual_seed(0)
     layers = [nn.TransformerEncoderLayer(64, 4, 64, batch_first=True) for _ in range(5)]
