@@ -121,9 +121,9 @@ def measure_forwards(
 ) -> tuple[list[Result], list[Later]]:
     """Return results over all ranks, which all call this, or of a single rank what returns them later.
 
-    There is one of each source for each group of layers of one shape. `captured`: layer -> what was captured on this
-    rank. `output_weights` returns the output weights of layers, a collective call where ranks share them, and whether
-    they are copies. What cannot be measured goes to `absent`.
+    Of a single rank there is one of each source for each group of layers of one shape. `captured`: layer -> what was
+    captured on this rank. `output_weights` returns the output weights of layers, a collective call where ranks share
+    them, and whether they are copies. What cannot be measured goes to `absent`.
     """
     for source in sources:
         for layer in layers:
@@ -191,13 +191,9 @@ def _over_ranks(
             if (source.name, layer.name) not in own:
                 blank = source.blank(layer, ranks.device)
                 own[source.name, layer.name] = failed(blank) if layer.name in expected else blank
-        groups: dict[Any, list[tuple[AttentionLayer, Any]]] = {}
         for layer, total in zip(able, ranks.add([own[source.name, layer.name] for layer in able])):
-            groups.setdefault(tuple(map(_kind, total)), []).append((layer, total))
-        for group in groups.values():
-            of_group, totals = zip(*group)
-            names, finish = tuple(layer.name for layer in of_group), partial(source.finish, of_group[0])
-            results.append(Result(source.name, names, [*map(stacked, zip(*totals))], finish))
+            sums = [part[None] for part in total]
+            results.append(Result(source.name, (layer.name,), sums, partial(source.finish, layer)))
     return results
 
 
