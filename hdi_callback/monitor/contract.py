@@ -56,7 +56,6 @@ _ROUNDING = 0.02  # of rotary tables in bf16
 _LOOKS = {GRADIENTS: "a step", PLACES: "a step", STILL: "each reading"}  # that values come from, if not a forward
 _STEP = "the training step"
 _WHOLE = {**dict.fromkeys((*_LOOKS, LABELS, LOSS), _STEP), OPERATIONS: "the forward", INPUTS: "what the model is given"}
-_WHOLES = {*_WHOLE.values()}
 _MOST = 4  # changes of a forward that are listed
 
 Key = tuple[str, int, str]  # a layer, which of its calls in one forward, and a term
@@ -129,11 +128,12 @@ class Contract:
             for text, names in changed.items():
                 names = tuple(f"{layer}.{name}".lstrip(".") for name in names) if term in _LOOKS else names
                 clauses[text] = (*clauses.get(text, ()), *names)
-        of_attention = {at for (place, _, at), (*_, each) in merged.items() if place not in _WHOLES and any(each)}
+        whole = _WHOLE.values()
+        of_attention = {at for (place, _, at), (*_, each) in merged.items() if place not in whole and any(each)}
         everywhere = {key[0] for key in self._latest if key[2] not in {TARGET, *_WHOLE}}
         events: dict[tuple[str, int, tuple[str, ...], bool], dict[str, tuple[int, ...]]] = {}
         for (place, when, since), (clauses, layers, are_warnings) in merged.items():
-            if place not in _WHOLES:
+            if place not in whole:
                 heads = tuple(sorted({head for each in clauses.values() for head in each}))
                 event = events.setdefault((f"attention in {{}} {when}", since, tuple(clauses), any(are_warnings)), {})
                 event[place] = heads if all(clauses.values()) else ()
@@ -210,40 +210,44 @@ class Contract:
             key: change for key, change in self._pending.items() if key in values or _LOOKS.get(key[2]) not in looks
         }
         for key, value in values.items():
-            step = of_step if _LOOKS.get(key[2]) == "a step" else of_forward
+            term = key[2]
+            step = of_step if _LOOKS.get(term) == "a step" else of_forward
             # What may be wrong from the start is compared with nothing.
-            before, at = self._latest.setdefault(key, (None if key[2] == TARGET else value, step))
-            tell = COMPARED[key[2]][1]
-            change = tell(before, value)
+            before, at = self._latest.setdefault(key, (None if term == TARGET else value, step))
+            change = COMPARED[term][1](before, value)
             if key in self._scheduled:
-                if self._number % EVERY == 0 and key[2] != OPERATIONS:
+                if self._number % EVERY == 0 and term != OPERATIONS:
                     # What has stood still from comparison to comparison may be told again.
                     self._latest[key] = value, step
                     self._scheduled -= set() if change else {key}
-                continue
-            if change and key not in self._pending:
-                if key[2] == OPERATIONS and self._forwards <= _FEWEST:
+            elif change and key not in self._pending:
+                if term == OPERATIONS and self._forwards <= _FEWEST:
                     self._scheduled.add(key)
                 else:
                     self._pending[key] = value, step
-                continue
-            was_so = change or key not in self._pending
-            pending, first = self._pending.pop(key, (value, step))
-            # From a number that drifts by less than is told at once, a change is told at last.
-            self._latest[key] = before if isinstance(value, float) and not change else value, step
-            if (change and tell(pending, value)) or (key[2] == OPERATIONS and not was_so):
-                self._scheduled.add(key)
-            own = {
-                clause.replace(f" {key[0]}.", " ").strip(): heads for clause, heads in change.items()
-                if key[0] not in self._told or "later tokens" not in clause
-            }  # fmt: skip
-            is_scheduled = key in self._scheduled
-            if own and not (is_scheduled and key[2] == OPERATIONS):  # experts and dropped layers are in order
-                when = f"has changed between steps {at} and {first}" if at < first else f"is so since step {first}"
-                is_warning = key[2] not in {INPUTS, LOSS} and (key[2] != OPERATIONS or loses(before, value))
-                is_warning &= not is_scheduled and not all(map(_may_be_right, own))
-                since = min(first, at + 1)  # the loss may have risen before this reading
-                yield key, _BY_SCHEDULE if is_scheduled else when, since, own, is_warning
+            else:
+                yield from self._confirmed(key, change, (before, at), (value, step))
+
+    def _confirmed(self, key: Key, change: Clauses, before: tuple[Any, int], now: tuple[Any, int]) -> Iterator[_Change]:
+        """Yield a change that the last reading has shown as well; one that goes on is taken for a schedule."""
+        (layer, _, term), (old, at), (value, step) = key, before, now
+        has_gone = key in self._pending and not change
+        pending, first = self._pending.pop(key, now)
+        # From a number that drifts by less than is told at once, a change is told at last.
+        self._latest[key] = old if isinstance(value, float) and not change else value, step
+        if (change and COMPARED[term][1](pending, value)) or (term == OPERATIONS and has_gone):
+            self._scheduled.add(key)
+        is_scheduled = key in self._scheduled
+        own = {
+            clause.replace(f" {layer}.", " ").strip(): heads for clause, heads in change.items()
+            if layer not in self._told or "later tokens" not in clause
+        }  # fmt: skip
+        if own and not (is_scheduled and term == OPERATIONS):  # experts and dropped layers are in order
+            when = f"has changed between steps {at} and {first}" if at < first else f"is so since step {first}"
+            is_warning = term not in {INPUTS, LOSS} and (term != OPERATIONS or loses(old, value))
+            is_warning &= not is_scheduled and not all(map(_may_be_right, own))
+            since = min(first, at + 1)  # the loss may have risen before this reading
+            yield key, _BY_SCHEDULE if is_scheduled else when, since, own, is_warning
 
 
 _BY_SCHEDULE = "changes from reading to reading, as by a schedule"
