@@ -305,6 +305,7 @@ class AttentionLayer:
     #: The module that is called with the head outputs side by side; `None` if there is none.
     output_module: nn.Module | None = field(default=None, repr=False)
     sites: tuple[Site, ...] = field(default=(), repr=False)  #: where its attention runs in a forward, if that is known
+    unread: frozenset[str] = field(default=frozenset(), repr=False)  #: parameters that the first forward did not take
     notes: str = ""  #: what of the layer's attention is left out, in words; ``""`` if nothing is
 
     @property
@@ -362,6 +363,7 @@ class AttentionLayer:
             "normed": sorted(self.normed),
             "trains": any(parameter.requires_grad for parameter in parameters),
             "all_train": all(parameter.requires_grad for parameter in parameters),
+            "unread": sorted(self.unread),
             "parameters": {name: parameter.dim() for name, parameter in self.further_parameters().items()},
         }
 

@@ -240,6 +240,11 @@ class Tape(Mode):
         self.end += count
         return len(self.names) - 1
 
+    def unread_parameters(self) -> set[str]:
+        """Return the names of parameters that no operation takes; of some that share memory it is not known."""
+        read = {view.cell.parameter for step in self.steps for view in step.inputs}
+        return {name for name in self.places if name in self.shapes} - read
+
     def _of_this_rank(self, name: str, tensor: DTensor) -> Tensor:
         shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
         self.local[name] = tuple(shape), tuple(offset)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hdi_callback.arguments import listed, quoted
-from hdi_callback.attention.discovery.find import TapeReader, layer_name
+from hdi_callback.attention.discovery.find import TapeReader, layer_name, name_without_wrappers
 from hdi_callback.attention.discovery.products import attribute_of
 from hdi_callback.attention.layer import ROOT, AttentionLayer
 from hdi_callback.attention.tape import Tape
@@ -30,7 +30,7 @@ from hdi_callback.monitor.labels import IGNORED, LABELS, LOSS, PARTLY, TARGET, L
 from hdi_callback.monitor.operations import GONE, OPERATIONS, loses, operations_of, tell_operations
 from hdi_callback.monitor.ranks import number_of_ranks
 from hdi_callback.monitor.reading import StepFacts
-from hdi_callback.monitor.standstill import STILL, UNUSED
+from hdi_callback.monitor.standstill import CUT_OFF, STILL, UNREAD, UNUSED
 from hdi_callback.monitor.training_step import GRADIENTS, PLACES, tell
 from hdi_callback.record import Alert, state_from_text, state_to_text
 
@@ -71,6 +71,7 @@ class Contract:
         self._latest: dict[Key, tuple[Any, int]] = {}  # value, and the step at which it was read
         self._pending: dict[Key, tuple[Any, int]] = {}  # changes that wait for the next reading
         self._scheduled: set[Key] = set()
+        self._unread: set[str] | None = None  # parameters that no compared forward took; none if that is not known
         self._told: set[str] = set()  # layers of which the rule on later tokens has told that they are seen
         self.readings = self._forwards = 0
         self._number = 0  # of the reading that is compared, perhaps by another thread once the next one has begun
@@ -109,6 +110,10 @@ class Contract:
                 trained = of_training.pop(("", 0, TARGET), None)
                 values = of_training | self._values_of(every, no_gradient)
                 values |= {} if trained is None else self._values_of_target(trained, every)
+                for tape in (it for it in read if isinstance(it, Tape)):
+                    unread = {*map(name_without_wrappers, tape.unread_parameters())}
+                    self._unread = unread if self._unread is None else self._unread & unread
+                values |= {key: self._say_unread(values[key]) for key in values if key[2] == STILL}
                 values |= self._operations([(it, facts) for it, facts in zip(read, of_each) if isinstance(it, Tape)])
                 changes += self._changes(step, step if before is None else before, values)
         except Exception as error:
@@ -188,6 +193,11 @@ class Contract:
             return {(layer, 0, TARGET): {_SEES: ()} if ahead else {} for layer, ahead in {**sees, "": False}.items()}
         is_wrong = trained.offset >= 0 and bool(sees) and not any(sees.values())
         return {("", 0, TARGET): {_NOT_NEXT.format(_token_in_words(trained.offset)): ()} if is_wrong else {}}
+
+    def _say_unread(self, still: Mapping[str, str]) -> dict[str, str]:
+        """Return what stands still, and of what no gradient has reached whether a forward takes it at all."""
+        unread = self._unread or set()
+        return {name: UNREAD if name in unread and text.startswith(CUT_OFF) else text for name, text in still.items()}
 
     def _operations(self, tapes: Sequence[tuple[Tape, Sequence[Facts]]]) -> dict[Key, Any]:
         """Return the operations outside attention, also of modules that did not run before, or do not any more."""
@@ -439,7 +449,7 @@ def _tell_labels(before: int | str, after: int | str) -> Clauses:
 def _may_be_right(clause: str) -> bool:
     # A model may shift its tokens itself, rewards of zero train nothing, an output may be unused, documents be long.
     healthy = _NONE_HIDDEN, _NOT_NEXT.format(_token_in_words(0))
-    return clause in healthy or IGNORED in clause or UNUSED in clause
+    return clause in {*healthy, UNREAD} or IGNORED in clause or UNUSED in clause
 
 
 def _sees_ahead(each: Facts, trained: LabelOffset) -> bool | None:

@@ -23,7 +23,9 @@ from hdi_callback.monitor.reading import StepFacts, Terms
 STILL = "step still"
 UNUSED = "an output without a loss, or no part of the optimizer"
 _STOPPED = "nothing has moved {{}} since step {}, though it requires a gradient and runs"
-_CUT_OFF = "no gradient has reached {{}} from step {} on, though the optimizer holds it and it runs"
+CUT_OFF = "no gradient has reached"
+UNREAD = "no operation of the forwards that were compared takes {}, though the optimizer holds it"
+_CUT_OFF = f"{CUT_OFF} {{{{}}}} from step {{}} on, though the optimizer holds it and it runs"
 _UNUSED = f"nothing has moved {{{{}}}} from step {{}} on, though it requires a gradient and runs: {UNUSED}"
 _NO_RATE = "each rate of the optimizer is below a 10,000th of its largest since step {}"
 _MOVED, _STILL, _STEPS = 8, 3, 20  # readings at which it has moved; at which it then has not, for how many steps

@@ -56,7 +56,8 @@ class FrozenWeights(Rule):
     condition = (
         "queries, keys, values or outputs of a head, or an adapter, a gain or a bias of the layer, require a gradient "
         "and stand still to the last bit at three readings in a row and for 20 steps; a notice where they are gains or "
-        "biases. Not the bias of keys, which softmax ignores, nor heads of zeros in pretrained weights"
+        "biases, or no operation of the first forward takes them. Not the bias of keys, which softmax ignores, nor "
+        "heads of zeros in pretrained weights"
     )
     action = (
         "look at the parameters that the optimizer was given, at whether gradients arrive (adapters under reentrant "
@@ -82,6 +83,7 @@ class FrozenWeights(Rule):
         trained = [role for role in PLURAL if any(move >= 0 for move in row.per_head(STILL[role]))]
         roles = [role for role in trained if any((role, head) in still for head in heads)]
         parameters_still = quoted([name for name, _ in names]) if names else ""
+        unread = {*series.facts.get("unread", ())}
         verb = "does" if len(names) == 1 else "do"
         are_zero = bool(heads) and zero >= heads
         weights = "weights" if roles == trained else listed([PLURAL[role] for role in roles] or [""])
@@ -96,7 +98,7 @@ class FrozenWeights(Rule):
             value=0.0,
             threshold=0.0,
             metric=metric,
-            level="warning" if heads or any(dims > 1 for _, dims in names) else "notice",
+            level="warning" if heads or any(dims > 1 and name not in unread for name, dims in names) else "notice",
             since=since,
             action="look at their initialisation: no gradient arrives where all weights of a head are zero"
             if are_zero

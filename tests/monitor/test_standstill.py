@@ -3,10 +3,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from hdi_callback import watch_heads
 from hdi_callback.history import load_history
@@ -118,6 +120,38 @@ def test_an_output_that_no_loss_uses_is_a_notice(tmp_path):
 
     (alert,) = (alert for alert in told(tmp_path, change=change, steps=60)[1] if "unused" in alert.message)
     assert alert.level == "notice"
+
+
+def test_a_parameter_of_a_block_that_no_forward_takes_is_a_notice(tmp_path):
+    def change(model):
+        model.body.layers[1].gains = nn.Parameter(torch.ones(16))
+
+    (alert,) = (alert for alert in told(tmp_path, change=change, steps=60)[1] if "gains" in alert.message)
+    assert alert.level == "notice"
+    assert "no operation of the forwards that were compared takes `body.layers.1.gains`" in alert.message
+
+
+@pytest.mark.parametrize("kind", ["recurrent", "checkpoint", "autocast", "parametrized"])
+def test_what_a_forward_takes_in_any_way_is_cut_off_and_not_unread(kind, tmp_path):
+    """Parameters of a block whose results are detached: none is said to be taken by no operation."""
+
+    def change(model):
+        layer = model.body.layers[1]
+        layer.extra = nn.GRU(16, 16, batch_first=True) if kind == "recurrent" else nn.Linear(16, 16)
+        if kind == "parametrized":
+            nn.utils.parametrizations.weight_norm(layer.extra)
+
+        def add(layer, inputs, output):
+            with torch.autocast("cpu", torch.bfloat16, enabled=kind == "autocast"):
+                call = partial(checkpoint, use_reentrant=False) if kind == "checkpoint" else lambda module, x: module(x)
+                found = call(layer.extra, output)
+            return output + (found[0] if kind == "recurrent" else found).detach().to(output.dtype)
+
+        layer.register_forward_hook(add)
+
+    texts = [alert.message for alert in told(tmp_path, change=change, steps=60)[1] if "extra" in alert.message]
+    assert texts
+    assert all("no gradient has reached" in text and "takes" not in text for text in texts)
 
 
 def test_weights_that_are_written_through_data_move_although_no_version_counts_it():

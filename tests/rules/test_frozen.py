@@ -117,3 +117,16 @@ def test_the_bias_of_keys_under_plain_descent_is_not_accused(tmp_path):
     torch.manual_seed(0)
     model = Net(8, 8)
     assert told(tmp_path, model, torch.optim.SGD(model.parameters(), 0.1)) == []
+
+
+@pytest.mark.parametrize(("is_taken", "level"), [(False, "notice"), (True, "warning")])
+def test_a_table_of_the_attention_that_its_forward_does_not_take_is_a_notice(is_taken, level, tmp_path):
+    torch.manual_seed(0)
+    model = Net(8, 8)
+    layer = model.attention[1]
+    layer.table = nn.Parameter(torch.randn(3, 32))
+    if is_taken:
+        layer.register_forward_hook(lambda layer, args, out: out + layer.table.detach().sum())
+    ((rule, found, message),) = told(tmp_path, model)
+    assert (rule, found) == ("frozen weights", level)
+    assert "`table` of attention.1 does not move" in message

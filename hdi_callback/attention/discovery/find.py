@@ -235,6 +235,7 @@ class _Layers:
 
     def __init__(self, labels: Labels, attentions: list[FoundAttention]) -> None:
         self._attentions, self._tape, self._model = attentions, labels.tape, labels.tape.model
+        self._unread = labels.tape.unread_parameters()
         of_outputs = {name for attn in attentions for _, output in attn.outputs for name in output.names}
         self._weights = Weights(labels, of_outputs)
         self._layers: dict[tuple[object, ...], AttentionLayer] = {}
@@ -294,12 +295,14 @@ class _Layers:
         path = place_of(attn, chosen)
         name = layer_name(path)
         namesakes = sum(layer.name.partition("#")[0] == name for layer in self._layers.values())
+        inside = f"{path}." if path else ""
         return AttentionLayer(
             f"{name}#{namesakes + 1}" if namesakes else name, self._tape.modules[path], weights,
             kind=_kind(attn, chosen), key_of=of_heads["key"], value_dim=value_dim,
             value_of=of_heads.get("value", tuple(range(attn.heads))),
             normed=frozenset(role for role in IN if NORMED.of(role) in attn.flags),
             output_module=self._output_module(base, path), notes="; ".join(notes),
+            unread=frozenset(each.removeprefix(inside) for each in self._unread if each.startswith(inside)),
         )  # fmt: skip
 
     def _weights_of(
