@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -58,7 +58,6 @@ _VIEWS = {
 }  # fmt: skip
 _SAVED_TENSORS = ("query", "key", "attn_mask", "attn_bias")
 _SETTINGS = ("scale", "is_causal")
-_MOST_VIEWS = 256  # shapes of queries and keys whose views are kept
 _ADDS_UP = 0.02  # weights in bfloat16 add up to one as exactly as that
 _SEEN = -5e3  # scores of keys that a mask hides are less
 _MOST_SEQUENCES = 4
@@ -132,7 +131,6 @@ class Reader(Mode):
         # attention received.
         self.shown: dict[str, Site] = {}
         self._received: dict[str, tuple[Site, tuple[Any, ...]]] = {}
-        self._views: dict[Any, tuple[_Sampled, _View, _View]] = {}
         self.watch([])
         self.begin()
 
@@ -292,7 +290,11 @@ class Reader(Mode):
     def _read_fused(self, layer: AttentionLayer, how: Site, received: Mapping[str, Any], out: Any) -> None:
         query, key, mask = received["query"], received["key"], received.get("attn_mask")
         mask = received.get("attn_bias") if mask is None else mask
-        sampled, view_query, view_key = self._views_of(query, key, how)
+        whole = _arranged(query, how.rows, how)
+        groups = how.heads // (math.prod(key.shape[:-2]) // whole.shape[0])
+        if how.order and groups > 1:
+            raise ValueError("grouped heads in another order")
+        of_keys, sampled = replace(how, heads=how.heads // groups, order=()), self._sampled(whole)
         hidden = None
         place = self._place(sampled, key.shape[-2], query.device)
         if mask is not None:
@@ -302,8 +304,8 @@ class Reader(Mode):
             mask = sampled.rows(mask).clone()
         sample = CoreSample(
             place.among_keys,
-            query=_copied(view_query(query)),
-            key=_copied(view_key(key)),
+            query=_copied(sampled.rows(whole)),
+            key=_copied(_arranged(key, how.rows, of_keys)[sampled.sequences]),
             scale=query.shape[-1] ** -0.5 if received["scale"] is None else received["scale"],
             mask=mask,
             later=place.is_later if received.get("is_causal") else None,
@@ -311,24 +313,6 @@ class Reader(Mode):
         self._hand_over(layer, sample, sampled, hidden)
         if self._sink.wants_outputs(layer.name):
             self._hand_outputs(layer, how, out[0] if isinstance(out, (tuple, list)) else out)
-
-    def _views_of(self, query: Tensor, key: Tensor, how: Site) -> tuple[_Sampled, _View, _View]:
-        """Return how to view the sampled rows of queries and keys; found once for each geometry."""
-        geometry = query.shape, query.stride(), key.shape, key.stride(), how
-        if geometry not in self._views:
-            whole = _arranged(query, how.rows, how)
-            groups = how.heads // (math.prod(key.shape[:-2]) // whole.shape[0])
-            if how.order and groups > 1:
-                raise ValueError("grouped heads in another order")
-            of_keys, sampled = replace(how, heads=how.heads // groups, order=()), self._sampled(whole)
-            if len(self._views) == _MOST_VIEWS:
-                self._views.clear()
-            self._views[geometry] = (
-                sampled,
-                _replayed(query, lambda x: sampled.rows(_arranged(x, how.rows, how))),
-                _replayed(key, lambda x: _arranged(x, how.rows, of_keys)[sampled.sequences]),
-            )
-        return self._views[geometry]
 
     def _read_flex(self, layer: AttentionLayer, how: Site, call: FlexCall, out: Tensor) -> None:
         sampled = self._sampled(call.query)
@@ -409,18 +393,6 @@ class _Sampled:
     def rows(self, x: Tensor) -> Tensor:
         """Return them of ``(b, H, q, ...)``."""
         return x[self.sequences][:, :, self.queries]
-
-
-_View = Callable[[Tensor], Tensor]
-
-
-def _replayed(x: Tensor, view: _View) -> _View:
-    """Return a function that views tensors of the geometry of `x` in one call; `view` itself where it copies."""
-    viewed = view(x)
-    if _memory(viewed) != _memory(x):
-        return view
-    size, stride, offset = viewed.size(), viewed.stride(), viewed.storage_offset() - x.storage_offset()
-    return lambda x: x.as_strided(size, stride, x.storage_offset() + offset)
 
 
 @dataclass(eq=False)
