@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hdi_callback.arguments import listed
 from hdi_callback.attention.discovery.cores import OVER_HEADS, OVER_QUERIES
-from hdi_callback.attention.discovery.heads import IN
+from hdi_callback.attention.discovery.heads import IN, ONE_MAP
 from hdi_callback.checks.blocks import ALONE, UNUSED
 from hdi_callback.checks.facts import PLURAL, Facts, shown_heads
 from hdi_callback.checks.scores import Change
@@ -89,6 +89,12 @@ def head_order(facts: Facts, _: Sequence[Facts]) -> Found:
         [f"{PLURAL.get(role, 'outputs')} in {head_rows.module} lie {head_rows.order}" for role, head_rows in maps]
     )
     return "odd", f"{orders}: {_CONVENTION}; cut all of them alike, as .view(B, T, H, d) or as .view(B, T, d, H)"
+
+
+def shared_map(facts: Facts, _: Sequence[Facts]) -> Found:
+    """Heads are cut out of the input, and one map is used for each."""
+    text = "all heads share one map, which each gives another part of the input: none has weights of its own; write "
+    return ("odd", f"{text}nn.Linear(W, W), and cut what it gives into heads") if facts.reason == ONE_MAP else None
 
 
 def tiled_key_heads(facts: Facts, _: Sequence[Facts]) -> Found:
@@ -243,7 +249,7 @@ def distance(facts: Facts, _: Sequence[Facts]) -> Found:
 def rotation(facts: Facts, _: Sequence[Facts]) -> Found:
     """Rotary positions are wrong, or of something else than queries and keys."""
     for role, table in facts.cosines.items():
-        for place, partner in sorted(facts.pairs[role]):
+        for place, partner in sorted(facts.pairs.get(role, ())):
             if _differ(table[:, :, place], table[:, :, partner]):
                 return "wrong", (
                     f"features {place} and {partner} of {PLURAL[role]} are turned together, by two different angles: "
@@ -292,8 +298,8 @@ def block(facts: Facts, among: Sequence[Facts]) -> Found:
 
 
 DIAGNOSES = (
-    split, merge, head_order, tiled_key_heads, scale, softmax, dropout, mask_missing, mask_without_effect, mask,
-    single_key, distance, rotation, norm_of_values, block,
+    split, merge, head_order, shared_map, tiled_key_heads, scale, softmax, dropout, mask_missing, mask_without_effect,
+    mask, single_key, distance, rotation, norm_of_values, block,
 )  # fmt: skip
 
 

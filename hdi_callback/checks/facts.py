@@ -163,8 +163,9 @@ class Facts:
     @cached_property
     def is_causal(self) -> bool | None:
         """Whether each token sees itself, and none behind it; `None` if that is not known, or does not apply."""
-        if self.seen is None:
-            return None
+        if self.seen is None:  # a triangle of fewer keys, such as mixtures of tokens, is meant so
+            visible = self.visible if 1 < self.keys < self.queries else None
+            return True if visible is not None and torch.equal(visible, torch.ones_like(visible).tril()) else None
         _, itself, later = self.seen
         return not bool(later.any()) and bool(itself.any())
 
@@ -234,13 +235,16 @@ def _of_step(labels: Labels, step: Step) -> dict[str, Any]:
     """Return what is known of a softmax without its queries, keys and values."""
     line = step.line.replace("\\", "/")
     path = step.path or ""
-    window = getattr(labels.tape.modules[path], "sliding_window", None)
+    module = labels.tape.modules[path]
+    config = getattr(module, "config", None)
+    window = getattr(module, "sliding_window", getattr(config, "sliding_window", None))
+    is_windowed = type(window) is int and window > 1 and getattr(config, "use_sliding_window", True)
     return {
         "path": path,
         "line": "" if "/torch/nn/" in line else line.rpartition("/")[2],  # without folders, and nothing of torch's own
         "is_training": path in labels.tape.training,
         "is_renormalised": step.op in SOFTMAX_LIKE and bool(sums_of(step)),
-        "window": window if type(window) is int and window > 1 else 0,
+        "window": window if is_windowed else 0,
     }
 
 
@@ -315,7 +319,7 @@ def _of_attention(labels: Labels, attn: FoundAttention, values: dict[str, Any]) 
         "scale": None if is_sum and not is_usual else values["scale"],
         "cosines": tables,
         "length": length_of(labels, attn.core),
-        "shift": shift_of(*cosines) if len(cosines) == 2 else None,
+        "shift": shift_of(*cosines) if len({table.shape for table in cosines}) == 1 < len(cosines) else None,
         # Of a sum of maps features are of more pairs than their own.
         "pairs": {role: pairs for role, pairs in values["pairs"].items() if len(attn.maps.get(role, ())) < 2},
         "order": values["order"] | {"output": order},

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import random
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from inspect import isfunction
+from contextlib import ExitStack, contextmanager, suppress
+from inspect import getclosurevars, isfunction
 from itertools import product
 from typing import Any
 
@@ -26,7 +27,7 @@ from hdi_callback.attention.layer import ROOT
 from hdi_callback.attention.operations import DROPOUTS
 from hdi_callback.attention.tape import Tape, walk_back
 from hdi_callback.checks.diagnoses import Diagnosis, Verdict
-from hdi_callback.checks.door import Changes, Door, Inputs, NotAskedError, by_token, tensors_in
+from hdi_callback.checks.door import Changes, Door, Inputs, NotAskedError, Place, by_token, tensors_in
 from hdi_callback.checks.facts import Facts, shown_rows
 
 _MOST_BYTES = 2**31  # of parameters whose gradients are asked for
@@ -281,6 +282,22 @@ def used(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Answer]
         yield "odd", f"{text}variable is passed on; use it or drop it", door.names[idle[0]]
 
 
+def left_out(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Answer]:
+    """Code names each part of a block of attention, and none runs in the place of another."""
+    calls = Counter(module for module, _, _ in door.record({}, lambda tensor: None))
+    paths = [each.path.rpartition(".")[0] for each in facts]
+    for where, path in {re.sub(r"\d+", "*", path): path for path in paths[::-1]}.items():
+        block = door.model.get_submodule(path)
+        forms = {name: [type(part), *(p.shape for p in part.parameters())] for name, part in block.named_children()}
+        named = _named_in_code(type(block).__mro__)
+        for name in forms if path and calls[block] else ():  # a whole model may have options
+            again = [at for at in forms if forms[at] == forms[name] and calls[getattr(block, at)] > calls[block]]
+            is_idle = not any(map(calls.__getitem__, block.get_submodule(name).modules()))
+            if is_idle and forms[name][1:] and (again or name not in named):
+                like = f" while {again[0]}, which is like it, runs again" if again else ""
+                yield "odd", f"{name} of {where} is made, and does not run{like}: use it or drop it", path
+
+
 def _draw(module: nn.Module, args: Any, output: Any) -> Any:
     return tree_map_only(Tensor, lambda leaf: torch.randn_like(leaf) if leaf.is_floating_point() else leaf, output)
 
@@ -363,6 +380,10 @@ def padding(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Answ
     if layer and is_attention and is_masked:  # else a filter, a pool or a norm over tokens carries it
         yield "wrong", f"{text}though a mask of it is given: hide its keys by that", layer
     elif not is_masked:
+        with suppress(NotAskedError):  # a mask may be made of zeros at padding
+            alone, cut, _, _ = _without_padding(door, inputs, main)
+            if door.differ(door.ask(alone), door.base[cut(door.base)]) <= door.tolerance:
+                return
         yield "odd", f"{text}and no mask is given: pass attention_mask, or hide its keys", layer
 
 
@@ -371,7 +392,30 @@ def padding_cut_off(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Itera
     main = [at for at in inputs.main if at in inputs.pads]
     if len(main) != 1 or door.is_random or door.axis != 0 or door.sees_padding:
         raise NotAskedError("not one sequence alone has padding, or it is told already")
+    changes, cut, row, real = _without_padding(door, inputs, main[0])
     pads = inputs.pads[main[0]]
+    output, before = door.ask(changes), door.base[cut(door.base)]
+    if output.shape != before.shape:
+        raise NotAskedError("the length of the output is another one")
+    gap = door.differ(output, before)
+    if gap <= door.tolerance:
+        return
+    place = lambda tensor: cut(tensor) if tensor.dim() in {2, 3} and len(tensor) in {1, len(pads)} else None  # noqa: E731
+    calls = door.record({}, place)
+    layer = door.first(calls, door.record(changes, place))
+    masks = [each.visible for each in facts if each.path == layer and each.keys == len(pads[0])]
+    text = f"a row without its padding gives other outputs (by {gap:.2g}): padding takes part in "
+    outputs = [before, *(t for m, _, out in calls if layer == (door.names[m] or type(m).__name__) for t in out)]
+    if any(mask is not None and bool(mask[min(row, len(mask) - 1), ..., real:].any()) for mask in masks):
+        verdict: Verdict = "wrong" if any(at in inputs.pads for at in inputs.masks) else "odd"
+        yield verdict, f"{text}the softmax, where zeros have a weight too; hide its keys by a mask", layer
+    elif all(tensor.shape[1:2] != (real,) for tensor in outputs):
+        yield "odd", f"{text}what pools tokens; hide it there by the mask", layer
+
+
+def _without_padding(door: Door, inputs: Inputs, main: int) -> tuple[Changes, Callable[[Tensor], Any], int, int]:
+    """Return inputs of one row alone without the padding at its end, what of a tensor is left, the row, its length."""
+    pads = inputs.pads[main]
     row, count = int(pads.sum(1).argmax()), pads.shape[1]
     real = int((~pads[row]).sum())
     others = (door.leaves[at].shape[1:] for at in door.inputs if at not in inputs.pads)
@@ -382,22 +426,7 @@ def padding_cut_off(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Itera
         alone = slice(row, row + 1) if len(tensor) > 1 else slice(1)
         return (alone, slice(real)) if tensor.shape[1:2] == (count,) else (alone,)
 
-    changes = {at: door.leaves[at][cut(door.leaves[at])] for at in door.inputs}
-    output, before = door.ask(changes), door.base[cut(door.base)]
-    if output.shape != before.shape:
-        raise NotAskedError("the length of the output is another one")
-    gap = door.differ(output, before)
-    if gap <= door.tolerance:
-        return
-    place = lambda tensor: cut(tensor) if tensor.dim() in {2, 3} and len(tensor) in {1, len(pads)} else None  # noqa: E731
-    layer = door.first(door.record({}, place), door.record(changes, place))
-    masks = [each.visible for each in facts if each.path == layer and each.keys == count and each.visible is not None]
-    text = f"a row without its padding gives other outputs (by {gap:.2g}): padding takes part in "
-    if any(bool(visible[min(row, len(visible) - 1), ..., real:].any()) for visible in masks):
-        verdict: Verdict = "wrong" if any(at in inputs.pads for at in inputs.masks) else "odd"
-        yield verdict, f"{text}the softmax, where zeros have a weight too; hide its keys by a mask", layer
-    elif not layer and door.base.shape[1:2] != (count,):
-        yield "odd", f"{text}what pools tokens; hide it there by the mask", layer
+    return {at: door.leaves[at][cut(door.leaves[at])] for at in door.inputs}, cut, row, real
 
 
 def mask_of_nothing(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Answer]:
@@ -438,7 +467,28 @@ def _noise_at_padding(door: Door, pads: Tensor, main: int) -> Iterator[None]:
 
 
 def packed(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Answer]:
-    """Where positions start again, and at the ends that are given of sequences in a row, a document ends."""
+    """Documents, or graphs, that lie in one row do not see each other."""
+    nodes = [at for at in inputs.floats if door.leaves[at].dim() == 2]
+    graphs = _numbers_of_graphs(door, len(door.leaves[nodes[0]])) if nodes and not door.is_random else None
+    if graphs is not None and len(door.base) in {len(graphs), int(graphs.max()) + 1}:
+        first: Any
+        main, first, kind = nodes[0], graphs == 0, "graph"
+        behind: Any = ~first if len(door.base) == len(graphs) else slice(1, None)
+        place: Place = lambda tensor: ~first if tensor.dim() > 1 and len(tensor) == len(first) else None  # noqa: E731
+    else:
+        door, main, row, at = _first_document(door, inputs, facts)
+        first, behind, kind = (row, slice(0, at)), (row, slice(at, None)), "document"
+        place = by_token(door, door.leaves[main].shape[1], *behind)
+    changes = {main: inputs.changed(main, first)}
+    gap = door.differ(door.ask(changes)[behind], door.base[behind])
+    if gap > door.tolerance:
+        layer = door.first(door.record({}, place), door.record(changes, place))
+        text = f"of several {kind}s in one row the first changes the outputs of others (by {gap:.2g}): they see each "
+        yield "wrong", f"{text}other; give a mask of {kind}s, and hide by it before the softmax", layer
+
+
+def _first_document(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> tuple[Door, int, int, int]:
+    """Return door, tokens, a row and where in it the second document begins."""
     door, main, count = inputs.sequence(facts)
     at_tokens = torch.arange(count, device=door.base.device)
     tables = [door.leaves[at] for at in inputs.positions if door.leaves[at].shape == (len(door.base), count)]
@@ -446,16 +496,21 @@ def packed(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Answe
     starts = [*(table == 0 for table in tables), *(torch.isin(at_tokens, each.to(at_tokens))[None] for each in ends)]
     starts = [each[:, 2:] for each in starts if bool(each[:, 2:].any())]
     if not starts or inputs.pads:
-        raise NotAskedError("no document begins behind the first token, or there is padding")
+        raise NotAskedError("no document or graph begins behind the first token, or there is padding")
     row = int(starts[0].any(1).nonzero()[0])
-    at = int(starts[0][row].nonzero()[0]) + 2
-    changes = {main: inputs.changed(main, (row, slice(0, at)))}
-    gap = door.differ(door.ask(changes)[row, at:], door.base[row, at:])
-    if gap > door.tolerance:
-        text = f"a document begins at token {at} of sample {row}, and the tokens before change the outputs behind "
-        place = by_token(door, count, row, slice(at, None))
-        layer = door.first(door.record({}, place), door.record(changes, place))
-        yield "wrong", f"{text}(by {gap:.2g}): packed documents see each other; give a mask of documents", layer
+    return door, main, row, int(starts[0][row].nonzero()[0]) + 2
+
+
+def _numbers_of_graphs(door: Door, count: int) -> Tensor | None:
+    """Return the number of the graph of each node in a row, as `batch` or the ends of graphs say it."""
+    tables: list[Tensor] = [door.leaves[at] for at in door.inputs]
+    for table in tables:
+        if _are_ends(table, count):
+            return torch.bucketize(torch.arange(count).to(table), table[1:], right=True)
+        is_whole = table.shape == (count,) and table.dtype in {torch.int32, torch.int64}
+        if is_whole and int(table[0]) == 0 < int(table[-1]) and set(table.diff().tolist()) <= {0, 1}:
+            return table
+    return None
 
 
 def _are_ends(tensor: Tensor, count: int) -> bool:
@@ -489,7 +544,8 @@ def gradients(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[An
         if parameter.requires_grad and parameter.is_floating_point()
     }
     maps = {rows.name for each in facts for listed in each.rows.values() for rows in listed}
-    paths = {each.path for each in facts if each.rows and each.keys > 1}
+    read = {each.path for each in facts if each.rows and each.keys > 1}
+    paths = read | {each.path for each in facts if not each.rows and each.keys != 1}
     inside = {  # of an attention in the root its maps alone: the rest may be anything
         name: path for path in sorted(paths, key=len) for name in trained
         if (name.startswith(f"{path}.") if path else name in maps)
@@ -503,6 +559,8 @@ def gradients(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[An
     size = sum(parameter.nbytes for parameter in trained.values())
     if not every or size > _MOST_BYTES:
         raise NotAskedError("no attention is trained" if not every else f"they take {size / 2**30:.1f} GiB")
+    unread = tuple(f"{each.path}." for each in facts if not each.rows and each.path)
+    matrices = maps | {name for name in inside if name.startswith(unread) and trained[name].dim() > 1}
     zeros = [name for name, value in trained.items() if not bool(value.any())]
     zero_maps = {name for name in inside if name in zeros and trained[name].dim() > 1}
     runs: list[dict[str, Tensor]] = []  # of gradients: at the start, in evaluation mode, in training mode
@@ -511,7 +569,7 @@ def gradients(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[An
         for name in zeros:  # what starts at zero (LoRA's B, gates) hides the gradients of what it is multiplied with
             trained[name].normal_(0, 0.02)
         runs.append(_backward(door, trained))
-        silent = {name: ~runs[1][name].flatten(1).any(1) for name in maps & inside.keys() & runs[1].keys()}
+        silent = {name: ~runs[1][name].flatten(1).any(1) for name in matrices & inside.keys() & runs[1].keys()}
         silent = {name: still for name, still in silent.items() if bool(still.any())}
         for name, still in silent.items():  # an activation, or a softmax of large scores, may be flat where these lie
             trained[name][still] *= -1 / 16
@@ -542,7 +600,7 @@ def gradients(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[An
     counts = {each.heads for each in facts}
     inputs_of = {rows.name for each in facts for role in IN for rows in each.rows.get(role, ())}
     alive = {path for name, path in inside.items() if name in inputs_of & moved}  # others are detached as a whole
-    in_code = _named_in_code(model)
+    options = _named_in_code({kind for module in model.modules() for kind in type(module).__mro__})
     idle: dict[str, tuple[Verdict, str]] = {}
     for name, path in sorted(inside.items()):
         owner, short = name.rpartition(".")[0], name.removeprefix(f"{path}.").removesuffix(".weight")
@@ -551,18 +609,22 @@ def gradients(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[An
             is_own_table = owner == path and name not in maps and len(runs[1][name]) not in counts
             is_table = is_own_table or isinstance(model.get_submodule(owner), nn.Embedding)
             # What is no map of heads may need a longer batch: a compressor reads the block before by rows of its own.
-            is_whole = name in maps or owner == path or is_table
+            is_whole = name in maps or (path in read and (owner == path or is_table))
             part = _idle_part(runs[1][name], short, is_table, free.get(name, ())) if is_whole else ""
             idle |= {name: ("wrong", part)} if part else {}
-        elif name in maps:
-            is_idle = path in alive and name not in moved and len(free.get(name, ())) < len(trained[name])
+        elif name in matrices:
+            is_alive = path in alive if name in maps else name in runs[1]
+            is_idle = is_alive and name not in moved and len(free.get(name, ())) < len(trained[name])
+            if is_idle and name not in maps:  # what chooses, such as a router, has no gradient either
+                output = door.ask()
+                trained[name].normal_()
+                is_idle = torch.equal(door.ask(), output)
             idle |= {name: ("wrong", short)} if is_idle else {}
-        elif name not in zeros and not any(name in run for run in runs) and (owner != path or short not in in_code):
-            idle[name] = "odd", short  # its own that code names are options
+        elif path in read and name not in zeros and not any(name in run for run in runs):
+            idle |= {} if owner == path and short in options else {name: ("odd", short)}
     takers = door.record({}, among={name.rpartition(".")[0] for name in idle}) if idle else []
     # What is given zeros (queries of DETR's first layer) gets no gradient by that.
     blank = {door.names[module] for module, received, _ in takers if received and not any(map(torch.any, received))}
-    unread = tuple(f"{each.path}." for each in facts if not each.rows)
     # Where the maps of heads are known, another may be a gate whose features are added up.
     for name in (name for name in every if name in moves[1] and (name in maps or name.startswith(unread))):
         gradient = runs[1][name]
@@ -595,12 +657,14 @@ def _idle_part(gradient: Tensor, name: str, is_table: bool, free: Collection[int
     return f"{share:.0%} of {name}" if 0.2 < share < 1 and not is_sliced else ""
 
 
-def _named_in_code(model: nn.Module) -> set[str]:
+def _named_in_code(kinds: Collection[type]) -> set[str]:
     """Return the attributes that methods of modules may read, those that make them aside."""
-    kinds = {kind for module in model.modules() for kind in type(module).__mro__} - {*nn.Module.__mro__}
-    methods = [(name, value) for kind in kinds for name, value in vars(kind).items() if isfunction(value)]
-    reading = (value.__code__ for name, value in methods if "init" not in name and "reset" not in name)
-    return set[str]().union(*map(names_in, reading))
+    own = [item for kind in {*kinds} - {*nn.Module.__mro__} for item in vars(kind).items()]
+    methods = [value for name, value in own if isfunction(value) and "init" not in name and "reset" not in name]
+    every = walk_back(
+        methods, lambda method: filter(isfunction, getclosurevars(method).nonlocals.values())
+    )  # decorated
+    return set[str]().union(*(names_in(method.__code__) for method in every))
 
 
 def _backward(door: Door, trained: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
@@ -624,6 +688,6 @@ def _backward(door: Door, trained: Mapping[str, nn.Parameter]) -> dict[str, Tens
 
 
 QUESTIONS: tuple[Question, ...] = (
-    finite, same_twice, samples, later_tokens, source, token_before, order, padding, padding_cut_off, mask_of_nothing,
-    packed, positions, registered, used, gradients,
+    finite, same_twice, samples, later_tokens, source, token_before, order, padding, padding_cut_off,
+    mask_of_nothing, packed, positions, registered, used, left_out, gradients,
 )  # fmt: skip

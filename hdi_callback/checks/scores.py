@@ -213,9 +213,10 @@ def _added(op: str, view: View, depth: int = 8) -> list[Change]:
         value = _value_of(view)
         if value is None:
             return [Change(op, None)]
-        sign = -1 if op == "sub" else 1
-        is_mask = value.dtype == torch.bool
-        return [Change(op, ~value if is_mask else sign * value <= HIDDEN, value if is_mask else sign * value)]
+        if value.dtype == torch.bool and op == "attn_mask":  # added by hand, it is 0 and 1
+            return [Change(op, ~value, value)]
+        value = (-1 if op == "sub" else 1) * value.float()
+        return [Change(op, value <= HIDDEN, value)]
     step = view.cell.step
     if step is not None and step.op in REDUCTIONS and view.shape[-1] == 1:
         return []  # the largest of a query's scores, say, without which its softmax is the same

@@ -120,7 +120,7 @@ def heads_that_take_parts_of_the_features():
     )
 
 
-@refused("input of its own")
+@refused("heads share one map")
 def heads_that_take_parts_of_an_embedding():
     class Model(nn.Module):
         def __init__(self):

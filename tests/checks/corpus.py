@@ -149,6 +149,15 @@ class ValuesInterleaved(Attention):
         return q, k, self.v_proj(x).view(*x.shape[:2], self.d, self.heads).permute(0, 3, 1, 2)
 
 
+class OneMapForHeads(Full):
+    def __init__(self, width=D):
+        super().__init__(width)
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(self.d, self.d, bias=False) for _ in range(3))
+
+    def project(self, x):
+        return tuple(p(self.split(x, self.heads)) for p in (self.q_proj, self.k_proj, self.v_proj))
+
+
 class Tiled(Grouped):
     def expand(self, k):
         return k.repeat(1, self.heads // self.key_heads, 1, 1)
@@ -437,6 +446,7 @@ SYMPTOMS = {
     "merge": "Trains, and stays worse; what a token gets depends on where it stands, and on the length of the batch.",
     "gradients": "As good as fewer heads: some are configured, and never get a gradient.",
     "head order": "Trains from scratch; weights of others, or of another implementation, give noise.",
+    "shared map": "Trains, and stays worse: heads differ by the part of the features that they are given.",
     "tiled key heads": "Trains well from scratch; pretrained grouped weights give noise.",
     "samples": "Outputs change with what else is in the batch.",
     "scale": "Too sharp, or too flat from the start; pretrained weights lose accuracy.",
@@ -479,6 +489,14 @@ BUGS = (
         "gradients",
         "wrong",
         "huggingface/transformers 31788",
+    ),
+    Bug(
+        "one map for all heads",
+        OneMapForHeads,
+        Full,
+        "shared map",
+        "odd",
+        "MarcoMeter/episodic-transformer-memory-ppo 22",
     ),
     Bug("key heads tiled", Tiled, Grouped, "tiled key heads", "odd", "jax-ml/jax-js 180"),
     Bug("LoRA split wrongly", LoRASplitWrongly, LoRAOnFused, "head order", "odd", "NVIDIA-NeMo/Megatron-Bridge 1818"),

@@ -6,6 +6,7 @@ import math
 import random
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,9 +23,11 @@ from hdi_callback.checks import facts_of
 from hdi_callback.testing import assert_heads
 from tests.checks.corpus import VOCABULARY, Attention, B, Full, MaskSeesNext, Model, T, causal
 from tests.checks.untried import REPORTS, Decoder
+from tests.checks.untried_eighth import EIGHTH
 from tests.checks.untried_fifth import FIFTH
 from tests.checks.untried_fourth import FOURTH
 from tests.checks.untried_later import LATER, CrossAttention, GroupedByBroadcast, Pair
+from tests.checks.untried_seventh import SEVENTH
 from tests.checks.untried_sixth import SIXTH
 from tests.checks.untried_third import THIRD
 
@@ -55,9 +58,20 @@ NOT_TOLD = {
     "COMP6248-Reproducability-Challenge/music-transformer-comp6248 4",
     "NVIDIA-NeMo/Speech 3314",
     "gjylt/DoubleAttentionNet 3",
+    "zju3dv/LoFTR 176",
+    "282857341/nnFormer 88",
+    "zsyOAOA/ResShift 81",
+    "huggingface/diffusers 4568",
+    "NVIDIA-NeMo/Speech 4350",
+    "fla-org/flash-linear-attention 594",
+    "TransformerLensOrg/TransformerLens 777",
+    "vllm-project/vllm-omni 3828",
+    "lablup/mlxcel 1600",
+    "ByChelsea/CMOS 4",
+    "paiml/aprender 2143",
 }
 ODD_TWINS = {"taki0112/Self-Attention-GAN-Tensorflow 3", "heykeetae/Self-Attention-GAN 11"}  # unscaled, as in the paper
-EVERY = (*REPORTS, *LATER, *THIRD, *FOURTH, *FIFTH, *SIXTH)
+EVERY = (*REPORTS, *LATER, *THIRD, *FOURTH, *FIFTH, *SIXTH, *SEVENTH, *EIGHTH)
 TOKENS = torch.randint(VOCABULARY, (B + 1, T), generator=torch.Generator().manual_seed(1))
 
 
@@ -104,7 +118,16 @@ def test_a_report_computes_something_else_than_its_twin(report):
 
 @pytest.mark.parametrize(
     ("reports", "rate"),
-    [(REPORTS, (5, 14)), (LATER, (4, 14)), (THIRD, (8, 19)), (FOURTH, (4, 17)), (FIFTH, (7, 20)), (SIXTH, (3, 8))],
+    [
+        (REPORTS, (5, 14)),
+        (LATER, (4, 14)),
+        (THIRD, (8, 19)),
+        (FOURTH, (4, 17)),
+        (FIFTH, (7, 20)),
+        (SIXTH, (3, 8)),
+        (SEVENTH, (5, 20)),
+        (EIGHTH, (4, 8)),
+    ],
 )
 def test_first_results_are_those_that_the_page_names(reports, rate):
     assert (sum(report.first for report in reports), len(reports)) == rate
@@ -864,3 +887,193 @@ def test_labels_that_are_the_tokens_themselves_are_no_second_sequence():
     model = transformers.MBartForCausalLM(transformers.MBartConfig(**config))  # its table of positions takes tokens
     tokens = torch.randint(5, 60, (2, 7))
     assert check(model.eval(), lambda: model(input_ids=tokens, labels=tokens)).wrong == ()
+
+
+class TwoNorms(nn.Module):
+    """The parts of a block, of which each kind below makes something else."""
+
+    def __init__(self):
+        super().__init__()
+        self.attn, self.mlp = Attention(), nn.Linear(32, 32)
+        self.norm1, self.norm2 = nn.LayerNorm(32), nn.LayerNorm(32)
+
+
+class BothNorms(TwoNorms):
+    def forward(self, x):
+        x = x + self.attn(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class NormNotNamed(TwoNorms):
+    def forward(self, x):
+        x = x + self.attn(self.norm1(x))
+        return x + self.mlp(x)
+
+
+class FirstNormTwice(TwoNorms):
+    closes = False
+
+    def forward(self, x):
+        x = x + self.attn(self.norm1(x))
+        return self.norm2(x) if self.closes else x + self.mlp(self.norm1(x))
+
+
+class NormIsAnOption(TwoNorms):
+    closes = False
+
+    def forward(self, x):
+        x = x + self.attn(self.norm1(x))
+        return x + self.mlp(self.norm2(x) if self.closes else x)
+
+
+class DecoratedOption(TwoNorms):
+    closes = False
+
+    @(lambda function: lambda *args: function(*args))
+    def forward(self, x):
+        x = x + self.attn(self.norm1(x))
+        return x + self.mlp(self.norm2(x) if self.closes else x)
+
+
+class OfBlocks(Decoder):
+    def __init__(self, block):
+        super().__init__(Attention)
+        self.blocks = nn.ModuleList(block() for _ in range(2))
+
+    def forward(self, tokens):
+        x = self.embed(tokens) + self.places(torch.arange(tokens.shape[1]))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize(
+    ("block", "names"),
+    [
+        (BothNorms, []),
+        (NormNotNamed, ["left out"]),
+        (FirstNormTwice, ["left out"]),
+        (NormIsAnOption, []),
+        (DecoratedOption, []),
+    ],
+)
+def test_a_part_that_no_code_names_or_whose_like_runs_in_its_place_is_odd_and_an_option_is_not(block, names):
+    torch.manual_seed(0)
+    model = OfBlocks(block).eval()
+    findings = check(model, lambda: model(TOKENS)).findings
+    assert [(each.name, each.verdict, each.layer) for each in findings] == [(name, "odd", "blocks.0") for name in names]
+    assert all("norm2 of blocks.* " in each.text for each in findings)
+
+
+class Graphs(nn.Module):
+    """Nodes of all graphs attend to each other, or to those of their own; outputs are by graph."""
+
+    def __init__(self, hides):
+        super().__init__()
+        self.enter, self.leave, self.hides = nn.Linear(5, 32), nn.Linear(32, 3), hides
+        self.attention = nn.MultiheadAttention(32, 4, batch_first=True)
+
+    def forward(self, nodes, batch):
+        x, hidden = self.enter(nodes)[None], batch[:, None] != batch
+        y = x + self.attention(x, x, x, attn_mask=hidden if self.hides else None, need_weights=False)[0]
+        return self.leave(torch.stack([y[0, batch == number].mean(0) for number in range(int(batch[-1]) + 1)]))
+
+
+@pytest.mark.parametrize(("hides", "names"), [(True, []), (False, ["packed"])])
+def test_graphs_that_see_each_other_are_told_by_the_numbers_of_their_nodes(hides, names):
+    torch.manual_seed(0)
+    model = Graphs(hides).eval()
+    nodes, batch = torch.randn(9, 5), torch.tensor([0, 0, 1, 1, 1, 1, 2, 2, 2])
+    with torch.no_grad():
+        alone = model(nodes[:2], batch[:2])
+        assert torch.allclose(alone, model(nodes, batch)[:1], atol=1e-5) is hides
+    assert [each.name for each in check(model, lambda: model(nodes, batch)).findings] == names
+
+
+class OneToken(nn.Module):
+    """The token with the highest score is given to all: its weight is 1, and the scores get no gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.value = nn.Parameter(torch.randn(32, 1)), nn.Linear(32, 32)
+
+    def weigh(self, scores):
+        return scores.masked_fill(scores < scores.amax(1, keepdim=True), -math.inf).softmax(1)
+
+    def forward(self, x, padding=None):
+        return (self.weigh(x @ self.weight) * self.value(x)).sum(1, keepdim=True).expand_as(x)
+
+
+class EveryToken(OneToken):
+    """A softmax over an axis of one: all weights are 1, whatever the scores are."""
+
+    def weigh(self, scores):
+        return scores.softmax(-1)
+
+
+@pytest.mark.parametrize(("kind", "is_told"), [(OneToken, False), (EveryToken, True)])
+def test_what_chooses_without_a_gradient_is_used(kind, is_told):
+    torch.manual_seed(0)
+    model = Decoder(kind).eval()
+    model(TOKENS).square().sum().backward()
+    assert not any(bool(block["attn"].weight.grad.any()) for block in model.blocks)
+    found = check(model, lambda: model(TOKENS)).findings
+    assert any(each.text.startswith("weight of blocks.*.attn get exactly no gradient") for each in found) is is_told
+
+
+class MapOfEachHead(Full):
+    """Heads are cut out of the input, and each has a map of its own, or all have one."""
+
+    def __init__(self, maps):
+        super().__init__()
+        self.maps = nn.ParameterList(nn.Parameter(torch.randn(maps, self.d, self.d) * self.d**-0.5) for _ in range(3))
+
+    def project(self, x):
+        parts = self.split(x, self.heads)
+        return tuple(parts @ (one if len(one) > 1 else one[0]) for one in self.maps)
+
+
+@pytest.mark.parametrize(("maps", "names"), [(4, []), (1, ["shared map"])])
+def test_one_map_of_the_parts_of_all_heads_is_odd_and_one_of_each_head_is_not(maps, names):
+    torch.manual_seed(0)
+    model = Decoder(lambda: MapOfEachHead(maps)).eval()
+    found = check(model, lambda: model(TOKENS)).findings
+    assert [each.name for each in found if each.name == "shared map"] == names
+
+
+class AddsItsMask(Full):
+    """A mask of truth values is added, or converted before."""
+
+    converts = False
+
+    def score(self, q, k):
+        seen = causal(q @ k.mT)
+        return super().score(q, k) + (torch.zeros(seen.shape).masked_fill(~seen, -math.inf) if self.converts else seen)
+
+
+class ConvertsItsMask(AddsItsMask):
+    converts = True
+
+
+@pytest.mark.parametrize(("kind", "names"), [(AddsItsMask, ["mask without effect"]), (ConvertsItsMask, [])])
+def test_truth_values_that_are_added_hide_nothing(kind, names):
+    torch.manual_seed(0)
+    model = Decoder(kind).eval()
+    result = check(model, lambda: model(TOKENS))
+    assert [each.name for each in result.findings] == names
+    assert [card.is_causal for card in result.cards] == [kind is ConvertsItsMask]
+
+
+class Windowed(Attention):
+    """A window that only its configuration has, and no mask."""
+
+    def __init__(self, uses):
+        super().__init__()
+        self.config = SimpleNamespace(sliding_window=3, use_sliding_window=uses)
+
+
+@pytest.mark.parametrize(("uses", "names"), [(True, ["mask"]), (False, [])])
+def test_a_window_of_the_configuration_is_told_where_it_is_to_be_used(uses, names):
+    torch.manual_seed(0)
+    model = Decoder(lambda: Windowed(uses)).eval()
+    assert [each.name for each in check(model, lambda: model(TOKENS)).findings] == names

@@ -30,6 +30,7 @@ from hdi_callback.attention.layer import PLURAL
 from hdi_callback.attention.tape import DATA, Cell, Step, WalkOn
 
 IN = ("query", "key", "value")
+ONE_MAP = "all heads share one map, which is given another part of the features for each"
 _MOST_STEPS_TO_OUTPUT = 60
 
 _Head = dict[str, "dict[frozenset[int], Vector]"]  # role -> its vectors, by the parameters of a stream of tokens
@@ -388,6 +389,7 @@ def _refuse_parts_of_features(labels: Labels, core: Core) -> None:
     views, scores = core.step.inputs[:3], labels.products.of(core.score_step)  # of a fused operation
     if scores is not None:
         views = [scores.first, scores.second, *(part.product.second for part in core.parts if part.product)]
+    split: list[bool] = []
     for step in list(labels.leading_to(views)):
         product = labels.products.of(step)
         if product is None or not labels.products.is_projection(step):
@@ -402,9 +404,12 @@ def _refuse_parts_of_features(labels: Labels, core: Core) -> None:
         if label is None or not _varies(inputs, label.features[:, 0] if is_filter else label.features[..., 0]):
             continue
         if not is_filter:
-            raise Unreadable("the map of each head takes an input of its own: a part of the features")
-        if weight.shape[1] > product.taps > 1:
+            split.append(not is_of_each_head and bool((label.tokens == label.tokens[..., :1]).all()))
+        elif weight.shape[1] > product.taps > 1:
             raise Unreadable("a filter runs over the features of a map")
+    if split:
+        text = "the map of each head takes an input of its own: a part of the features"
+        raise Unreadable(ONE_MAP if all(split) and len(split) >= len(factors) else text)
 
 
 def _varies(labels: Labels, column: Tensor) -> bool:
