@@ -126,10 +126,10 @@ class ChangeWithLoss(Rule):
         "a twentieth or more and 1.5 times as far as ever in 32 readings, but for the change just before; that factor "
         "times the mean rise of the loss, in median changes between readings, is 9 or more; a notice below 5 times. Of "
         "entropy and covariance only what comes with a rise of 2.5. Or the loss rose by two such changes within five "
-        "readings after something else than the optimizer wrote parameters, or a notice of the contract; a notice of "
-        "the write alone, and of a loss that rose by five where no layer changed. Or the loss is at three readings "
-        "above all of the 15 before and by four such changes above the median of the last five of them, and nothing "
-        "else was told. It ends with a good loss"
+        "readings after something else than the optimizer wrote parameters, or a notice of the contract, or was at "
+        "three readings above all of the 15 before and by four such changes above the median of the last five of them "
+        "and nothing else was told, and five readings after the rise a third of it is left; a notice of the write "
+        "alone, and of a loss that rose by five where no layer changed. It ends with a good loss"
     )
     action = (
         "look at what changed at that step: the data, the learning rate, the checkpoint that was loaded, and the code "

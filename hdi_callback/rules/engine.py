@@ -13,7 +13,7 @@ from hdi_callback.rules.attention_rules import ChangeWithLoss
 from hdi_callback.rules.choice import check_rules, default_rules
 from hdi_callback.rules.events import Event, Events, Key, Report, Sighting
 from hdi_callback.rules.limits import Thresholds, check_thresholds, limits_of
-from hdi_callback.rules.losses import SMOOTHED, Losses, Said
+from hdi_callback.rules.losses import SMOOTHED, Losses, Rise, Said
 from hdi_callback.rules.rule import Finding, Rule, heads_in_words
 from hdi_callback.rules.series import Row, Series, has_been_trained
 
@@ -84,7 +84,7 @@ class Alerts:
         if any(each.level for each in report.new) or any(each.level != "notice" for each in record.alerts):
             self._warned = record.step
         of_loss = self._judge_loss(record, rise)
-        if self._is_cause_told():  # of what each layer has changed as well
+        if self._is_cause_told() or self._losses.is_explained:  # of what each layer has changed as well
             report.new = [sighting for sighting in report.new if sighting.rule.name != ChangeWithLoss.name]
         return (*of_loss, *self._events.update(report))
 
@@ -134,7 +134,7 @@ class Alerts:
 
     def load_state_dict(self, state: str) -> None:
         """Restore the result of `state_dict`."""
-        classes = (Alert, Event, Events, Finding, Losses, Row, Series)
+        classes = (Alert, Event, Events, Finding, Losses, Rise, Row, Series)
         restored = state_from_text(state, *classes)
         self._series, self._findings, self._events, self._losses, self._rise, self._warned = restored
         for name, series in self._series.items():

@@ -18,7 +18,9 @@ FEWEST, FARTHER, CLEAR = 8, 2.0, 5.0
 one without."""
 
 LONG, LASTS, HIGH = 15, 3, 4.0
-"""Readings that a loss is above all of, at how many in a row, and by how many usual changes, to be told as broken."""
+"""Readings that a loss is above all of, at how many in a row, and by how many usual changes, with no known change."""
+
+LEFT = 1 / 3  # of a rise, that is a warning five readings later: what was planned comes back sooner
 
 NOISE = 2.5  # usual changes above its least that a median is at its best: the least of many is lucky
 
@@ -34,6 +36,16 @@ class Said(NamedTuple):
     since: int | None = None  # step of the last reading before the loss rose
 
 
+class Rise(NamedTuple):
+    """A loss that rose: where it was, how high it is to stay, the losses since, the step before, and why if known."""
+
+    was: float
+    limit: float
+    losses: tuple[float, ...]
+    since: int
+    change: tuple[str, tuple[str, ...]] | None  # in words, and the parameters that were written
+
+
 class Losses:
     """The training loss at the readings, of those three steps apart; one without a loss keeps the verdict."""
 
@@ -41,16 +53,23 @@ class Losses:
         self.is_good = False  # smoothed over five readings, at its best so far but for noise, or falling
         self.bad_in_a_row = SMOOTHED  # losses at which it was not, as if before the first it never was
         self._latest: dict[int, float] = {}  # step -> loss, 32 at most
+        self._largest = -math.inf  # of all losses before the last ones, and before a rise
         self._best = (math.inf, math.inf)  # least median, and the largest loss among those it is of
         self._step = 0  # of the last reading
         # What has changed: in words, the parameters that were written, the loss before, how high it is to be, readings.
         self._change: tuple[str, tuple[str, ...], float, float, int] | None = None
+        self._rise: Rise | None = None  # until it is judged
+
+    @property
+    def is_explained(self) -> bool:
+        """Whether the loss rose after a change that is known, and it is still to be seen whether it comes back."""
+        return self._rise is not None and self._rise.change is not None
 
     def judge(self, record: Record) -> Said | None:
         """Return what is to be said of a reading that is not noted yet.
 
-        Of a write a notice, and where the loss rises at two readings after a write, or a notice of the contract, a
-        warning; without parameters a notice of a rise that nothing explains, and a warning if the loss stays high.
+        Of a write, and of a rise that nothing explains, a notice. A warning where the loss rises at two readings after
+        a write or a notice of the contract, or at three above all before, and is not back five readings later.
         """
         losses, loss = [*self._latest.values()], record.loss
         before, self._step = self._step, record.step
@@ -64,30 +83,48 @@ class Losses:
             was, text = statistics.median(earlier[-3:] or [0.0]), wrote if told is None else told.message
             is_known = len(earlier) >= FEWEST
             self._change = (text, record.written, was, was + FARTHER * usual, 0) if is_known else None
+            if self._rise is not None and since <= self._rise.since + 1:
+                self._rise = self._rise._replace(change=(text, record.written))
             if wrote:
                 return Said("notice", wrote, record.written)
         if loss is None or len(losses) <= FEWEST or record.step - [*self._latest][-1] < _APART:
             return None
+        if self._rise is not None:
+            return self._follow(self._rise, loss)
         if self._change is None:
-            return self._rise([*losses, loss], usual)
+            return self._begin([*losses, loss], usual)
         text, names, was, limit, count = self._change
         self._change = (text, names, was, limit, count + 1) if count < SMOOTHED else None
-        if min(losses[-1], loss) <= limit:
-            return None
-        self._change = None
-        return Said("warning", f"the loss rose from {was:.3g} to {loss:.3g} after this: {text}", names)
+        if min(losses[-1], loss) > limit:
+            self._rise = Rise(was, limit, (losses[-1], loss), [*self._latest][-2], (text, names))
+        return None
 
-    def _rise(self, losses: list[float], usual: float) -> Said | None:
+    def _begin(self, losses: list[float], usual: float) -> Said | None:
         """Return what is to be said of a loss that has risen though nothing was written or computed otherwise."""
-        *past, _, _, loss = losses[-LONG - LASTS :]
+        *past, first, second, loss = losses[-LONG - LASTS :]
         was, far = statistics.median(past[-SMOOTHED:]), _usual(past)
-        text = f"the loss rose from {was:.3g} to {loss:.3g}"
-        if len(past) == LONG and min(losses[-LASTS:]) > max(*past, was + HIGH * far):
-            text = f"{text} and stays above all of the {LONG} readings before"
-            return Said("warning", text, since=[*self._latest][-LASTS])
+        limit = max(*past, was + HIGH * far)
+        if len(past) == LONG and min(first, second, loss) > limit:
+            self._rise = Rise(was, was, (first, second, loss), [*self._latest][-LASTS], None)
+            return None
         was = statistics.median(losses[-5:-2])
         is_clear = min(losses[-2:]) > max(*losses[-7:-2], was + CLEAR * usual)
-        return Said("notice", text) if is_clear else None
+        return Said("notice", f"the loss rose from {was:.3g} to {loss:.3g}") if is_clear else None
+
+    def _follow(self, rise: Rise, loss: float) -> Said | None:
+        """Return what is to be said of a loss that rose some readings ago."""
+        losses = (*rise.losses, loss)
+        if len(losses) < SMOOTHED + 2:
+            self._rise = rise._replace(losses=losses)
+            return None
+        self._rise = self._change = None
+        high, now = statistics.fmean(losses[:2]), statistics.median(losses[-3:])
+        if now <= max(rise.limit, min(rise.was + LEFT * (high - rise.was), self._largest)):
+            return None
+        text = f"the loss rose from {rise.was:.3g} to {high:.3g}, and is {now:.3g} {SMOOTHED} readings later"
+        if rise.change is None:
+            return Said("warning", text, since=rise.since)
+        return Said("warning", f"{text}, after this: {rise.change[0]}", rise.change[1])
 
     def note(self, loss: float | None) -> None:
         """Take the loss of a reading."""
@@ -100,6 +137,8 @@ class Losses:
             return
         self._latest = dict([*self._latest.items(), (self._step, loss)][-32:])
         losses = [*self._latest.values()]
+        if self._rise is None and len(losses) > LASTS:
+            self._largest = max(self._largest, losses[-LASTS - 1])
         earlier, latest = losses[-2 * SMOOTHED : -SMOOTHED], losses[-SMOOTHED:]
         if len(latest) == SMOOTHED:
             median = statistics.median(latest)

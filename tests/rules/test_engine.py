@@ -311,7 +311,7 @@ def test_the_time_that_rules_take_is_small():
 
 def test_a_write_is_a_notice_and_a_warning_once_the_loss_rises_after_it_until_it_is_good_again():
     alerts = Alerts(layers=[facts()])
-    losses = [1.0, 1.02] * 6 + [1.5] * 6 + [0.9] * 8
+    losses = [1.0, 1.02] * 6 + [1.5] * 8 + [0.9] * 8
     told = []
     for place, loss in enumerate(losses):
         written = ("embed.weight",) if place == 12 else ()
@@ -319,4 +319,4 @@ def test_a_write_is_a_notice_and_a_warning_once_the_loss_rises_after_it_until_it
         told += [(place, alert.level, alert.status) for alert in alerts.judge(record)]
         alerts, before = Alerts(layers=[facts()]), alerts
         alerts.load_state_dict(json.loads(json.dumps(before.state_dict())))
-    assert told == [(12, "notice", "new"), (13, "warning", "new"), (20, "warning", "resolved")]
+    assert told == [(12, "notice", "new"), (18, "warning", "new"), (24, "warning", "resolved")]
