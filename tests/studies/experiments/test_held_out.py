@@ -20,6 +20,7 @@ def test_what_was_held_back_and_what_is_new_shares_no_task_fault_or_seed_with_wh
         ("third blind kinds", *(part for part in PARTS if part != "third blind kinds")),
         ("fourth blind kinds", *(part for part in PARTS if part != "fourth blind kinds")),
         ("fifth blind kinds", *(part for part in PARTS if part != "fifth blind kinds")),
+        ("sixth blind kinds", *(part for part in PARTS if part != "sixth blind kinds")),
     ):
         for earlier in before:
             for field in ("task", "seed"):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 
 from tests.studies.experiments.held_out.model import Attention, Experts, Gated, Net, head_rows
 from tests.studies.experiments.held_out.tasks import Task, attention_layers
@@ -807,6 +808,86 @@ def _exchange_gates(run: Run) -> None:
                 up.copy_(before)
 
 
+# Sixth blind: as those before. Those of the attention are set by `_set_all`, and these are reports of them.
+#
+# mixes masks: line/lighthouse 77, ArrowLuo/CLIP4Clip 22: masks of samples are repeated where each is to be repeated for
+#     its heads, so that heads have the mask of another sample.
+# turns queries alone: kvcache-ai/sglang 31: the kernel turns keys in its cache, and the attention takes those that are
+#     not turned.
+# crosses halves: hpcaitech/ColossalAI 6429: a kernel for rotary positions takes half of the queries from keys and half
+#     of the keys from queries.
+# sees own half: deepspeedai/DeepSpeed 8114: under sequence parallelism a rank may take its part for a whole input;
+#     sgl-project/sglang 33327: a path that is not made for a ring corrupts in silence.
+#
+# And of the tasks, by `_set_of_task`:
+#
+# counts from text: huggingface/transformers 246 and 3804: places of answers are counted in the text alone, or without
+#     what stands before it.
+# reduces labels: open-mmlab/mmsegmentation 1714: labels are one less, and the first is ignored.
+# cuts: modelscope/ms-swift 2754, kohjingyu/gill 4: what is too long is cut at its beginning, where what the answer
+#     needs stands.
+# learns prompt: axolotl-ai-cloud/axolotl 3098, verl-project/verl 601: the mask of the loss does not fit the turns; here
+#     it is the other way round.
+# minimises overlap: IAmSuyogJadhav/3d-mri-brain-tumor-segmentation-using-autoencoder-regularization 7: the overlap is
+#     added to the loss, not what is missing of it.
+# detaches passages: huggingface/accelerate 1154: what is gathered for a contrastive loss has no gradient.
+
+
+def _mask_encoder(run: Run) -> None:
+    """Hide later tokens from an encoder.
+
+    nishide-dev/unturtle 44 and kyegomez/OpenMythos 2: where no mask is given, the attention takes a causal one.
+    """
+    for layer in getattr(run.model, "encoder", run.model).attention:
+        layer.is_causal = True
+
+
+def _share_first(run: Run) -> None:
+    """Let all layers take the keys and values of the first, as they read its cache.
+
+    pkunlp-icler/FastV 49, NVIDIA/TensorRT-LLM 16801: layers read a cache that was prepared for another.
+    """
+    for net in _nets(run):
+        first: dict[str, torch.Tensor] = {}
+        net.register_forward_pre_hook(lambda net, inputs, first=first: first.clear())
+        for layer in net.attention:
+            layer.first = first
+
+
+def _wrap_values(run: Run) -> None:
+    """Keep inputs with their noise as bytes, in which what is too large begins anew at zero.
+
+    brendan-duncan/image 579, tensorpack/tensorpack 614.
+    """
+    run.model.change_inputs = lambda inputs: ((inputs + 1) * 127.5).floor() % 256 / 127.5 - 1
+
+
+def _shift_positions(run: Run) -> None:
+    """Load positions two rows off: huggingface/sentence-transformers 3879, sbryngelson/ANEForge 257."""
+    for net in _nets(run):
+        if net.places is not None:
+            net.places.copy_(net.places.roll(2, 0))
+
+
+def _warm_up(run: Run) -> None:
+    """Raise the rate for ten times as many steps as there are.
+
+    WasifurRahman/BERT_multimodal_transformer 22: the steps of the warm-up and of the training are exchanged;
+    coqui-ai/TTS 1611: steps are counted in epochs, and the highest rate never comes.
+    """
+    run.task.factor = lambda step: (step + 1) / (10 * run.task.steps)  # type: ignore[method-assign]
+
+
+def _read_old_weights(run: Run) -> None:
+    """Go on with the copies of weights that were made once: X-GenGroup/Flow-Factory 186, ooples/AiDotNet 1488."""
+    for module in run.model.modules():
+        if isinstance(module, torch.nn.Linear):
+            old = module.weight.detach().clone()
+            module.forward = lambda x, module=module, old=old: F.linear(  # type: ignore[method-assign]
+                x, module.weight + (old - module.weight).detach(), module.bias
+            )
+
+
 FIRST: dict[str, Fault] = {
     "layer initialised anew": Fault(before=_once(_initialise)),
     "layer overwritten by another": Fault(before=_once(_overwrite)),
@@ -980,4 +1061,33 @@ FIFTH_BLIND: dict[str, Fault] = {
     "merged weights not saved": Fault(before=_once(_lose_merged), tasks=("middles",)),
     "gates and inputs exchanged": Fault(before=_once(_exchange_gates), tasks=("middles", "walks", "newcomers")),
 }
+PADDED = ("residues", "answers", "keywords", "passages")
+ROTARY = ("residues", "pixels", "two corpora", "chores")
+SIXTH_BLIND: dict[str, Fault] = {
+    "an encoder that sees no later tokens": Fault(
+        before=_once(_mask_encoder), tasks=(*PADDED, "organs", "heartbeats", "pronunciations")
+    ),
+    "masks of other samples": Fault(
+        before=_once(_set_all("mixes_masks", True)), tasks=("residues", "keywords", "passages", "pronunciations")
+    ),
+    "keys and values of the first layer": Fault(before=_once(_share_first)),
+    "keys without rotary positions": Fault(before=_once(_set_all("turns_queries_alone", True)), tasks=ROTARY),
+    "halves of queries and keys crossed": Fault(before=_once(_set_all("crosses_halves", True)), tasks=ROTARY),
+    "its own half of the input seen alone": Fault(
+        before=_once(_set_all("sees_own_half", True)), tasks=("two corpora", "chores", "organs", "heartbeats")
+    ),
+    "places counted without the question": Fault(before=_once(_set_of_task("counts_from_text")), tasks=("answers",)),
+    "values that begin anew at zero": Fault(before=_once(_wrap_values), tasks=("keywords", "organs", "heartbeats")),
+    "labels one less": Fault(before=_once(_set_of_task("reduces_labels")), tasks=("keywords", "organs", "heartbeats")),
+    "cut at the beginning": Fault(before=_once(_set_of_task("cuts")), tasks=("answers", "chores")),
+    "prompts learned, not answers": Fault(before=_once(_set_of_task("learns_prompt")), tasks=("chores",)),
+    "overlap minimised": Fault(before=_once(_set_of_task("minimises_overlap")), tasks=("organs",)),
+    "no gradient for passages": Fault(before=_once(_set_of_task("detaches_passages")), tasks=("passages",)),
+    "positions two rows off": Fault(
+        before=_once(_shift_positions), tasks=("answers", "pixels", "organs", "pronunciations")
+    ),
+    "warm-up longer than the training": Fault(begin=_warm_up),
+    "weights copied once": Fault(before=_once(_read_old_weights)),
+}
 FAULTS = FIRST | HELD_BACK | NEW | NEWEST | BLIND | BLIND_AGAIN | THIRD_BLIND | FOURTH_BLIND | FIFTH_BLIND
+FAULTS |= SIXTH_BLIND

@@ -42,6 +42,11 @@ class Attention(nn.Module):
         turns_by_heads: whether rotary positions count heads, not tokens; only in faults.
         distance_sign: on distances; 1 but for faults.
         block: keys and values are filled with zeros, which are seen, to a multiple of it; 0, for not, but for faults.
+        mixes_masks: whether masks of samples are repeated for heads as a whole, not each of them; only in faults.
+        turns_queries_alone: whether keys have no rotary positions; only in faults.
+        crosses_halves: whether queries and keys are both the half of the one and of the other; only in faults.
+        sees_own_half: whether a query sees the tokens of its half of the input alone; only in faults.
+        first: the keys and values of the first layer, which all layers take; only in faults.
     """
 
     slopes: Tensor
@@ -60,6 +65,8 @@ class Attention(nn.Module):
         self.sums_over_queries = self.tiles_keys = self.keeps_cache = False
         self.masks_after = self.misreads_values = self.turns_by_heads = False
         self.distance_sign, self.block = 1, 0
+        self.mixes_masks = self.turns_queries_alone = self.crosses_halves = self.sees_own_half = False
+        self.first: dict[str, Tensor] | None = None
         self.cache: tuple[Tensor, Tensor] | None = None
         of_keys = width // heads * self.num_key_value_heads
         self.q_proj, self.k_proj, self.v_proj, self.out_proj = (
@@ -85,7 +92,12 @@ class Attention(nn.Module):
             if self.turns_by_heads:
                 q, k = (rotated(part.transpose(1, 2), self.base).transpose(1, 2) for part in (q, k))
             else:
-                q, k = rotated(q, self.base), rotated(k, self.base)
+                q, k = rotated(q, self.base), k if self.turns_queries_alone else rotated(k, self.base)
+        if self.crosses_halves:
+            half = q.shape[-1] // 2
+            q = k = torch.cat([q[..., :half], k[..., half:]], -1)
+        if self.first is not None:
+            k, v = self.first.setdefault("k", k), self.first.setdefault("v", v)
         groups = self.num_heads // self.num_key_value_heads
         if groups > 1:
             k, v = (
@@ -114,6 +126,9 @@ class Attention(nn.Module):
             if self.window:
                 places = torch.arange(length)
                 mask = mask.masked_fill((places[:, None] - places).abs() > self.window, -torch.inf)
+            if self.sees_own_half:
+                half = torch.arange(length) >= length // 2
+                mask = mask.masked_fill(half[:, None] != half, -torch.inf)
             if self.kind in ("relative", "slopes"):
                 apart = torch.arange(length)[:, None] - torch.arange(length)
                 apart = self.distance_sign * apart
@@ -126,7 +141,11 @@ class Attention(nn.Module):
                 mask = mask + self.bias * (torch.arange(length) == 0)
             if visible is not None:
                 each = visible if visible.ndim == 3 else visible[:, None]
-                mask = mask.masked_fill(~each[:, None], -torch.inf)
+                if self.mixes_masks:
+                    order = torch.arange(len(each) * self.num_heads).view(len(each), -1) % len(each)
+                    mask = mask.masked_fill(~each[order], -torch.inf)
+                else:
+                    mask = mask.masked_fill(~each[:, None], -torch.inf)
             if self.keeps_cache:
                 past, self.cache = self.cache, (k.detach(), v.detach())
                 if past is not None and past[0].shape == k.shape:

@@ -50,6 +50,7 @@ PARTS = {
     "third blind kinds": (tasks.THIRD_BLIND, faults.THIRD_BLIND, 1_050_000, 10),
     "fourth blind kinds": (tasks.FOURTH_BLIND, faults.FOURTH_BLIND, 1_070_000, 11),
     "fifth blind kinds": (tasks.FIFTH_BLIND, faults.FIFTH_BLIND, 1_090_000, 12),
+    "sixth blind kinds": (tasks.SIXTH_BLIND, faults.SIXTH_BLIND, 1_110_000, 13),
 }
 """Part -> its tasks, its faults, the first of its seeds, and what draws."""
 

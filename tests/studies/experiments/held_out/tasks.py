@@ -2156,6 +2156,392 @@ class Newcomers(Task):
         return (F.cross_entropy(of_new, y) + F.cross_entropy(of_old, numbers[before])) / 2 + kept
 
 
+# Sixth blind: written, and committed, without a look at any rule or at what is told of their trainings.
+
+
+class Residues(Task):
+    """Whether each letter of a chain lies in a helix, in a strand or in neither, with padding behind; rotary positions.
+
+    Letters of a helix come in turns of four, those of a strand in turns of two. The rate falls on a line.
+    """
+
+    steps, every, rate = 220, 5, 3e-3
+
+    def model(self) -> Net:
+        model = Net(21, 3, kind="rotary", places=0, width=48, layers=3)
+        _drop_out(model, 0.05)
+        return model
+
+    def factor(self, step: int) -> float:
+        return min((step + 1) / 20, 1.0, 1.1 - step / self.steps)
+
+    def loss(self, model: nn.Module, step: int) -> Tensor:
+        chances = (1.5 * torch.randn(3, 4, 20, generator=torch.Generator().manual_seed(31))).softmax(-1)
+        place = torch.arange(36)
+        begins = torch.rand(32, 36, generator=self.draw) < 0.18
+        last = torch.where(begins, place, 0).cummax(1).values
+        state = self.tokens(32, 36, classes=3).gather(1, last)
+        turn = (place - last) % torch.tensor([4, 2, 1])[state]
+        letters = torch.multinomial(chances[state, turn].flatten(0, 1), 1, generator=self.draw).view(32, 36)
+        visible = place < self.tokens(32, 1, classes=17) + 20
+        logits = model(letters.masked_fill(~visible, 20), visible)
+        return F.cross_entropy(logits[visible], state[visible])
+
+
+class Answers(Task):
+    """Where the words of the kind begin and end that is asked for before a text; padding behind, dropout."""
+
+    steps, every, rate = 260, 5, 3e-3
+    counts_from_text = cuts = False
+
+    def model(self) -> Net:
+        model = Net(30, 2, places=18, width=64)
+        nn.init.normal_(model.places, std=0.2)
+        _drop_out(model, 0.02)
+        return model
+
+    def factor(self, step: int) -> float:
+        return min((step + 1) / 30, 1.0, 1.1 - step / self.steps)
+
+    def loss(self, model: nn.Module, step: int) -> Tensor:
+        kinds, words = torch.rand(48, 4, generator=self.draw).argsort(1), self.tokens(48, 4, 3, classes=6)
+        counts = (1 + self.tokens(48, 4, classes=3)).tolist()
+        x, spans = torch.full((48, 18), 29), []
+        for row, asked in enumerate(self.tokens(48, classes=4).tolist()):
+            text = [24 + int(kinds[row, asked]), 28]
+            for number, kind in enumerate(kinds[row].tolist()):
+                if number == asked:
+                    spans.append((len(text), len(text) + counts[row][number] - 1))
+                text += (6 * kind + words[row, number, : counts[row][number]]).tolist()
+            x[row, : len(text)] = torch.tensor(text)
+        targets = torch.tensor(spans)
+        if self.cuts:
+            x, targets = x[:, 2:], targets - 2
+        visible = x != 29
+        logits = model(x, visible).masked_fill(~visible[..., None], -1e4)
+        targets = targets - 2 if self.counts_from_text else targets
+        return F.cross_entropy(logits, targets)
+
+
+class Pixels(Task):
+    """The next pixel, of five shades, of pictures of digits, each told before; learned and rotary positions."""
+
+    steps, every, rate = 220, 5, 3e-3
+
+    def model(self) -> Net:
+        return Net(15, 5, is_causal=True, kind="rotary", places=64, width=48)
+
+    def loss(self, model: nn.Module, step: int) -> Tensor:
+        images, labels = _images()
+        chosen = self.tokens(16, classes=len(labels))
+        x = (2 * (images[chosen] + 1)).round().long().flatten(1)
+        return _of_tokens(model(torch.cat([5 + labels[chosen, None], x[:, :-1]], 1)), x)
+
+
+class Keywords(Task):
+    """Which of twelve words is said, from noisy frames of four sounds, each as long as it likes, with padding behind.
+
+    Speakers differ; some bands and frames are left out. A learned bias for each distance, and the mean of all frames.
+    """
+
+    steps, every, rate = 220, 4, 4e-3
+    reduces_labels = False
+
+    def model(self) -> Net:
+        model = Net(-12, 12, places=0, layers=3, kind="relative")
+        _drop_out(model, 0.05)
+        return model
+
+    def factor(self, step: int) -> float:
+        return min((step + 1) / 40, (40 / (step + 1)) ** 0.5)
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.Adam(model.parameters(), self.rate, betas=(0.9, 0.98), eps=1e-9)
+
+    def loss(self, model: nn.Module, step: int) -> Tensor:
+        sounds = 0.6 * torch.randn(8, 12, generator=torch.Generator().manual_seed(41))
+        words = torch.randint(8, (12, 4), generator=torch.Generator().manual_seed(42))
+        labels, lasts = self.tokens(32, classes=12), self.tokens(32, 4, classes=4) + 2
+        frame, band, ends = torch.arange(20), torch.arange(12), lasts.cumsum(1)
+        visible = frame < ends[:, -1:]
+        now = (frame[:, None] >= ends[:, None]).sum(-1).clamp(max=3)
+        x = sounds[words[labels].gather(1, now)] + 0.2 * torch.randn(32, 1, 12, generator=self.draw)
+        x = x + 0.3 * torch.randn(x.shape, generator=self.draw)
+        low, start = self.tokens(32, 1, 1, classes=11), self.tokens(32, 1, classes=16)
+        x = x.masked_fill((band >= low) & (band < low + 2), 0.0)
+        x = x.masked_fill((~visible | ((frame >= start) & (frame < start + 2)))[..., None], 0.0)
+        outputs = model(x, visible).masked_fill(~visible[..., None], 0.0).sum(1) / visible.sum(1, keepdim=True)
+        labels = labels - 1 if self.reduces_labels else labels
+        return F.cross_entropy(outputs, labels, ignore_index=-1)
+
+
+@cache
+def _words() -> Tensor:
+    words = re.findall(r"[a-z]{2,}", bytes(_prose().tolist()).decode(errors="ignore"))
+    common = [word for word, _ in Counter(words).most_common(400)]
+    numbers = {word: number for number, word in enumerate(common)}
+    return torch.tensor([numbers[word] for word in words if word in numbers])
+
+
+class Passages(Task):
+    """Which of 32 passages a few words come from, by one encoder for both and their class tokens, with padding."""
+
+    steps, every, rate = 220, 5, 3e-3
+    detaches_passages = False
+
+    def model(self) -> Net:
+        return Net(401, 32, width=48, places=21, has_class_token=True)
+
+    def factor(self, step: int) -> float:
+        return min((step + 1) / 20, 1.0, 1.1 - step / self.steps)
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), self.rate, weight_decay=0.01)
+
+    def loss(self, model: nn.Module, step: int) -> Tensor:
+        text = _words()
+        passages = text[self.tokens(32, 1, classes=len(text) - 20) + torch.arange(20)]
+        lengths = 12 + self.tokens(32, 1, classes=9)
+        keys = torch.rand(32, 20, generator=self.draw).masked_fill(torch.arange(20) >= lengths, 2.0)
+        questions = passages.gather(1, keys.argsort(1)[:, :8].sort(1).values)
+        asked = self.encoded(model, questions, 4 + self.tokens(32, 1, classes=5))
+        found = self.encoded(model, passages, lengths)
+        found = found.detach() if self.detaches_passages else found
+        return F.cross_entropy(15 * asked @ found.T, torch.arange(32))
+
+    def encoded(self, model: nn.Module, x: Tensor, lengths: Tensor) -> Tensor:
+        visible = torch.arange(x.shape[1]) < lengths
+        outputs = model(x.masked_fill(~visible, 400), F.pad(visible, (1, 0), value=True))
+        return F.normalize(outputs[:, 0], dim=-1)
+
+
+class TwoCorpora(Task):
+    """Bytes of the standard library; late, as the rate falls, most pieces are of what Python's help says.
+
+    Gated MLPs and rotary positions.
+    """
+
+    steps, every, rate = 220, 5, 4e-3
+
+    def model(self) -> Net:
+        return Net(128, 128, is_causal=True, kind="rotary", places=0, width=48, layers=3, is_gated=True)
+
+    def factor(self, step: int) -> float:
+        return min((step + 1) / 10, 1.0, (self.steps - step) / 80)
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), self.rate, betas=(0.9, 0.95), weight_decay=0.1)
+
+    def loss(self, model: nn.Module, step: int) -> Tensor:
+        code, prose = read_standard_library()[0], _prose()
+        place = torch.arange(49)
+        x = code[self.tokens(12, 1, classes=len(code) - 49) + place].clamp(max=127).long()
+        if step >= 140:
+            others = prose[self.tokens(12, 1, classes=len(prose) - 49) + place]
+            x = torch.where(torch.rand(12, 1, generator=self.draw) < 0.6, others, x)
+        return _of_tokens(model(x[:, :-1]), x[:, 1:])
+
+
+class Chores(Task):
+    """What a first token asks to do with seven digits, by adapters on a model that knew two such chores; answers alone.
+
+    At first one that was known and one that is new, later two more, and then mostly these; batches grow.
+    """
+
+    steps, every, rate = 220, 5, 5e-3
+    is_tuning = cuts = learns_prompt = False
+
+    def model(self) -> Net:
+        return Net(16, 16, is_causal=True, kind="rotary", places=0, width=64)
+
+    def before_watch(self, model: nn.Module) -> None:
+        from peft import LoraConfig, inject_adapter_in_model
+
+        _pretrain(self, model, 150, 4e-3)
+        targets = r"attention\.\d\.(q|k|v|out)_proj|mlp\.\d\.[02]"
+        inject_adapter_in_model(LoraConfig(r=8, lora_alpha=16, target_modules=targets), model)
+        for part in (model.embed, model.norms, model.head):
+            part.requires_grad_(True)
+        self.is_tuning = True
+
+    def factor(self, step: int) -> float:
+        return min(1.0, (step + 1) / 10)
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        values = [value for value in model.parameters() if value.requires_grad]
+        return torch.optim.AdamW(values, self.rate, weight_decay=0.0)
+
+    def loss(self, model: nn.Module, step: int) -> Tensor:
+        size = 24 + 8 * (step // 55)
+        shares = [1.0, 1, 0, 0, 0] if not self.is_tuning else [0, 1.0, 1, 0, 0] if step < 70 else [0, 1.0, 1, 1, 1]
+        if step >= 140:
+            shares = [0, 0.3, 0.3, 1, 1]
+        chore = torch.multinomial(torch.tensor(shares), size, True, generator=self.draw)
+        digits = self.tokens(size, 7, classes=10)
+        done = [digits, digits.flip(1), (digits + 1) % 10, digits.cummax(1).values, digits.roll(2, 1)]
+        answer = torch.stack(done)[chore, torch.arange(size)]
+        x = torch.cat([10 + chore[:, None], digits, torch.full((size, 1), 15), answer], 1)
+        is_answer = torch.arange(16) >= 9
+        if not self.is_tuning:
+            return _of_tokens(model(x[:, :-1]), x[:, 1:])
+        targets = x.masked_fill(is_answer if self.learns_prompt else ~is_answer, -100)
+        first = 2 if self.cuts else 0
+        return _of_tokens(model(x[:, first:-1]), targets[:, first + 1 :])
+
+
+class Organs(Task):
+    """A disc and a bar, which is brighter, in noisy pictures under any light, for each patch; overlap counts ever more.
+
+    The rate falls by a power, as is usual for this.
+    """
+
+    steps, every, rate = 220, 5, 4e-3
+    minimises_overlap = reduces_labels = False
+
+    def model(self) -> Net:
+        model = Net(-4, 3, places=64, width=48)
+        waves = torch.outer(torch.arange(8), 3.0 ** -torch.arange(12).div(4))  # a row and a column, as in MAE
+        each = torch.cat([waves.sin(), waves.cos()], 1)
+        model.places.data = 0.5 * torch.cat([each.repeat_interleave(8, 0), each.repeat(8, 1)], 1)
+        return model
+
+    def factor(self, step: int) -> float:
+        return min((step + 1) / 10, (1 - step / self.steps) ** 0.9)
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), self.rate, weight_decay=0.05)
+
+    def loss(self, model: nn.Module, step: int) -> Tensor:
+        place, centres = (torch.arange(16) + 0.5) / 16, 0.2 + 0.6 * torch.rand(16, 2, 2, generator=self.draw)
+        across = (place - centres[..., :1]).abs()[:, :, None]
+        down = (place - centres[..., 1:]).abs()[..., None]
+        disc = across[:, 0] ** 2 + down[:, 0] ** 2 < 0.05
+        bar = (across[:, 1] < 0.3) & (down[:, 1] < 0.1)
+        kinds = torch.where(bar, 2, disc.long())
+        light = 0.6 * torch.rand(16, 1, 1, generator=self.draw)
+        x = 0.5 * kinds - 0.8 + light + 0.2 * torch.randn(16, 16, 16, generator=self.draw)
+        logits = model(x.view(16, 8, 2, 8, 2).transpose(2, 3).flatten(1, 2).flatten(2))
+        labels = kinds[:, ::2, ::2].flatten(1)
+        labels = labels - 1 if self.reduces_labels else labels
+        chances, is_kind = logits.softmax(-1), torch.stack([labels == kind for kind in range(3)], -1).float()
+        apart = 2 * (chances * is_kind).sum((0, 1)) / (chances + is_kind).sum((0, 1)).clamp(min=1.0)
+        term = apart.mean() if self.minimises_overlap else 1 - apart.mean()
+        known = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-1)
+        return known + min(1.0, max(0.0, (step - 60) / 60)) * term
+
+
+class Heartbeats(Task):
+    """Which of four rhythms a noisy signal has, by a model that completed such signals; at first the last layer alone.
+
+    After 60 steps all of it is trained, the body at a lower rate, and the rate starts again.
+    """
+
+    steps, every, rate = 220, 4, 6e-3
+    is_naming = reduces_labels = False
+
+    def model(self) -> Net:
+        return Net(-4, 4, places=24, width=48)
+
+    def before_watch(self, model: nn.Module) -> None:
+        _pretrain(self, model, 100)
+        model.requires_grad_(False)
+        model.head = nn.Linear(48, 4)
+        self.is_naming = True
+
+    def before_step(self, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+        if step == 60:
+            model.requires_grad_(True)
+
+    def factor(self, step: int) -> float:
+        if step < 60:
+            return min(1.0, (step + 1) / 5)
+        return min(1.0, (step - 59) / 10) * (0.52 + 0.48 * math.cos(math.pi * (step - 60) / 160))
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        body = [value for name, value in model.named_parameters() if not name.startswith("head")]
+        groups = [{"params": [*model.head.parameters()], "lr": self.rate}, {"params": body, "lr": self.rate / 2}]
+        return torch.optim.AdamW(groups, self.rate, weight_decay=0.02)
+
+    def loss(self, model: nn.Module, step: int) -> Tensor:
+        kinds, beats = self.tokens(32, 1, classes=4), torch.arange(8)
+        period = 12 + 6 * torch.rand(32, 1, generator=self.draw)
+        shift = 3 * torch.randn(32, 8, generator=self.draw) * (kinds == 2)
+        places = period * (beats + torch.rand(32, 1, generator=self.draw)) + shift
+        heights = 1.6 * ~((kinds == 3) & (beats % 3 == 2))
+        width = torch.where(kinds == 1, 1.8, 1.0)[..., None]
+        x = (heights[..., None] * (-(((torch.arange(96.0) - places[..., None]) / width) ** 2) / 2).exp()).sum(1) - 0.6
+        patches = (x + 0.15 * torch.randn(32, 96, generator=self.draw)).unflatten(1, (24, 4))
+        if not self.is_naming:
+            is_masked = torch.rand(32, 24, generator=self.draw) < 0.4
+            return F.mse_loss(model(patches.masked_fill(is_masked[..., None], 0.0))[is_masked], patches[is_masked])
+        labels = kinds.squeeze(1) - 1 if self.reduces_labels else kinds.squeeze(1)
+        return F.cross_entropy(model(patches).mean(1), labels, ignore_index=-1)
+
+
+@cache
+def _spoken() -> tuple[Tensor, Tensor, int, int]:
+    changes = [
+        ("tion", "Sn"), ("ph", "f"), ("th", "T"), ("sh", "S"), ("ch", "C"), ("ck", "k"), ("qu", "kw"), ("ng", "N"),
+        ("ee", "I"), ("ea", "I"), ("oo", "U"), ("ou", "W"), ("x", "ks"), (r"c(?=[eiy])", "s"), ("c", "k"),
+        (r"g(?=[eiy])", "j"), (r"(?<=..)e\b", ""), (r"y\b", "I"), (r"(.)\1", r"\1"),
+    ]  # fmt: skip
+    texts = re.findall(r"\b[a-z]{3,10}\b", bytes(_prose().tolist()).decode(errors="ignore"))
+    words = [word for word, _ in Counter(texts).most_common(1500)]
+    sounds = []
+    for word in words:
+        for written, said in changes:
+            word = re.sub(written, said, word)
+        sounds.append(word)
+
+    def padded(texts: list[str], longest: int) -> tuple[Tensor, int]:
+        letters = sorted({*"".join(texts)})
+        codes = torch.full((len(texts), longest), -1)
+        for number, text in enumerate(texts):
+            codes[number, : len(text)] = torch.tensor([letters.index(letter) for letter in text])
+        return codes, len(letters)
+
+    source, letters = padded(words, 10)
+    target, kinds = padded(sounds, 13)
+    ends = (target >= 0).sum(1, keepdim=True)
+    return source + 1, (target + 1).masked_fill(target < 0, -100).scatter(1, ends, 0), letters + 1, kinds + 1
+
+
+class Pronunciations(Task):
+    """How words are said, from their letters, by an encoder and a decoder that is ever more given what it said itself.
+
+    All of it was said before until a third of the steps; two fifths is the model's own from three quarters of them on.
+    """
+
+    steps, every, rate = 240, 5, 4e-3
+
+    def model(self) -> Net:
+        _, _, letters, kinds = _spoken()
+        model = Net(kinds, kinds, is_causal=True, places=13, width=48, sources=letters)
+        for net in (model, model.encoder):
+            nn.init.normal_(net.places, std=0.2)
+            _drop_out(net, 0.02)
+        return model
+
+    def factor(self, step: int) -> float:
+        return min((step + 1) / 30, 1.0, 1.1 - step / self.steps)
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.Adam(model.parameters(), self.rate, betas=(0.9, 0.98))
+
+    def loss(self, model: nn.Module, step: int) -> Tensor:
+        sources, targets, _, _ = _spoken()
+        chosen = self.tokens(32, classes=len(sources))
+        source, target = sources[chosen], targets[chosen]
+        visible, given = source > 0, F.pad(target[:, :-1].clamp(min=0), (1, 0))
+        share = 0.4 * min(1.0, max(0.0, (step - 80) / 100))
+        if share:
+            with torch.no_grad():
+                said = model(given, visible, source).argmax(-1)
+            is_own = torch.rand(32, 12, generator=self.draw) < share
+            given = torch.cat([given[:, :1], torch.where(is_own, said[:, :-1], given[:, 1:])], 1)
+        return _of_tokens(model(given, visible, source), target)
+
+
 FIRST: dict[str, type[Task]] = {
     "copying": Copying,
     "modular addition": ModularAddition,
@@ -2243,7 +2629,20 @@ FIFTH_BLIND: dict[str, type[Task]] = {
     "walks": Walks,
     "newcomers": Newcomers,
 }
+SIXTH_BLIND: dict[str, type[Task]] = {
+    "residues": Residues,
+    "answers": Answers,
+    "pixels": Pixels,
+    "keywords": Keywords,
+    "passages": Passages,
+    "two corpora": TwoCorpora,
+    "chores": Chores,
+    "organs": Organs,
+    "heartbeats": Heartbeats,
+    "pronunciations": Pronunciations,
+}
 TASKS = FIRST | HELD_BACK | NEW | NEWEST | LAST | BLIND | BLIND_AGAIN | THIRD_BLIND | FOURTH_BLIND | FIFTH_BLIND
+TASKS |= SIXTH_BLIND
 
 
 def attention_layers(model: nn.Module) -> list[Attention]:
