@@ -235,16 +235,13 @@ def _of_step(labels: Labels, step: Step) -> dict[str, Any]:
     """Return what is known of a softmax without its queries, keys and values."""
     line = step.line.replace("\\", "/")
     path = step.path or ""
-    module = labels.tape.modules[path]
-    config = getattr(module, "config", None)
-    window = getattr(module, "sliding_window", getattr(config, "sliding_window", None))
-    is_windowed = type(window) is int and window > 1 and getattr(config, "use_sliding_window", True)
+    window = getattr(labels.tape.modules[path], "sliding_window", None)
     return {
         "path": path,
         "line": "" if "/torch/nn/" in line else line.rpartition("/")[2],  # without folders, and nothing of torch's own
         "is_training": path in labels.tape.training,
         "is_renormalised": step.op in SOFTMAX_LIKE and bool(sums_of(step)),
-        "window": window if is_windowed else 0,
+        "window": window if type(window) is int and window > 1 else 0,
     }
 
 

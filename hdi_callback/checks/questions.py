@@ -6,12 +6,12 @@ code is written, and nothing is known of its cause: `diagnoses` explain.
 
 from __future__ import annotations
 
+import gc
 import random
 import re
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from inspect import getclosurevars, isfunction
+from inspect import isfunction
 from itertools import product
 from typing import Any
 
@@ -282,22 +282,6 @@ def used(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Answer]
         yield "odd", f"{text}variable is passed on; use it or drop it", door.names[idle[0]]
 
 
-def left_out(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Answer]:
-    """Code names each part of a block of attention, and none runs in the place of another."""
-    calls = Counter(module for module, _, _ in door.record({}, lambda tensor: None))
-    paths = [each.path.rpartition(".")[0] for each in facts]
-    for where, path in {re.sub(r"\d+", "*", path): path for path in paths[::-1]}.items():
-        block = door.model.get_submodule(path)
-        forms = {name: [type(part), *(p.shape for p in part.parameters())] for name, part in block.named_children()}
-        named = _named_in_code(type(block).__mro__)
-        for name in forms if path and calls[block] else ():  # a whole model may have options
-            again = [at for at in forms if forms[at] == forms[name] and calls[getattr(block, at)] > calls[block]]
-            is_idle = not any(map(calls.__getitem__, block.get_submodule(name).modules()))
-            if is_idle and forms[name][1:] and (again or name not in named):
-                like = f" while {again[0]}, which is like it, runs again" if again else ""
-                yield "odd", f"{name} of {where} is made, and does not run{like}: use it or drop it", path
-
-
 def _draw(module: nn.Module, args: Any, output: Any) -> Any:
     return tree_map_only(Tensor, lambda leaf: torch.randn_like(leaf) if leaf.is_floating_point() else leaf, output)
 
@@ -380,7 +364,7 @@ def padding(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Answ
     if layer and is_attention and is_masked:  # else a filter, a pool or a norm over tokens carries it
         yield "wrong", f"{text}though a mask of it is given: hide its keys by that", layer
     elif not is_masked:
-        with suppress(NotAskedError):  # a mask may be made of zeros at padding
+        with suppress(Exception):  # a mask may be made of zeros at padding; some models take no shorter rows
             alone, cut, _, _ = _without_padding(door, inputs, main)
             if door.differ(door.ask(alone), door.base[cut(door.base)]) <= door.tolerance:
                 return
@@ -503,12 +487,13 @@ def _first_document(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> tuple
 
 def _numbers_of_graphs(door: Door, count: int) -> Tensor | None:
     """Return the number of the graph of each node in a row, as `batch` or the ends of graphs say it."""
-    tables: list[Tensor] = [door.leaves[at] for at in door.inputs]
-    for table in tables:
+    for at in door.inputs:
+        table: Tensor = door.leaves[at]
         if _are_ends(table, count):
             return torch.bucketize(torch.arange(count).to(table), table[1:], right=True)
-        is_whole = table.shape == (count,) and table.dtype in {torch.int32, torch.int64}
-        if is_whole and int(table[0]) == 0 < int(table[-1]) and set(table.diff().tolist()) <= {0, 1}:
+        is_named = "batch" in door.label[at]  # others may be places, labels or kinds
+        is_whole = is_named and table.shape == (count,) and table.dtype in {torch.int32, torch.int64}
+        if is_whole and int(table[0]) == 0 < int(table[-1]) and set(table.diff().tolist()) == {0, 1}:
             return table
     return None
 
@@ -600,7 +585,7 @@ def gradients(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[An
     counts = {each.heads for each in facts}
     inputs_of = {rows.name for each in facts for role in IN for rows in each.rows.get(role, ())}
     alive = {path for name, path in inside.items() if name in inputs_of & moved}  # others are detached as a whole
-    options = _named_in_code({kind for module in model.modules() for kind in type(module).__mro__})
+    options = _named_in_code(model)
     idle: dict[str, tuple[Verdict, str]] = {}
     for name, path in sorted(inside.items()):
         owner, short = name.rpartition(".")[0], name.removeprefix(f"{path}.").removesuffix(".weight")
@@ -657,13 +642,13 @@ def _idle_part(gradient: Tensor, name: str, is_table: bool, free: Collection[int
     return f"{share:.0%} of {name}" if 0.2 < share < 1 and not is_sliced else ""
 
 
-def _named_in_code(kinds: Collection[type]) -> set[str]:
+def _named_in_code(model: nn.Module) -> set[str]:
     """Return the attributes that methods of modules may read, those that make them aside."""
-    own = [item for kind in {*kinds} - {*nn.Module.__mro__} for item in vars(kind).items()]
+    kinds = {kind for module in model.modules() for kind in type(module).__mro__} - {*nn.Module.__mro__}
+    own = [item for kind in kinds for item in vars(kind).items()]
     methods = [value for name, value in own if isfunction(value) and "init" not in name and "reset" not in name]
-    every = walk_back(
-        methods, lambda method: filter(isfunction, getclosurevars(method).nonlocals.values())
-    )  # decorated
+    # What is decorated lies in a cell, which is empty while its name is not bound.
+    every = walk_back(methods, lambda method: filter(isfunction, gc.get_referents(*(method.__closure__ or ()))))
     return set[str]().union(*(names_in(method.__code__) for method in every))
 
 
@@ -689,5 +674,5 @@ def _backward(door: Door, trained: Mapping[str, nn.Parameter]) -> dict[str, Tens
 
 QUESTIONS: tuple[Question, ...] = (
     finite, same_twice, samples, later_tokens, source, token_before, order, padding, padding_cut_off,
-    mask_of_nothing, packed, positions, registered, used, left_out, gradients,
+    mask_of_nothing, packed, positions, registered, used, gradients,
 )  # fmt: skip

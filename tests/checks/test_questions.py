@@ -69,6 +69,7 @@ NOT_TOLD = {
     "lablup/mlxcel 1600",
     "ByChelsea/CMOS 4",
     "paiml/aprender 2143",
+    "unslothai/unsloth 8253",
 }
 ODD_TWINS = {"taki0112/Self-Attention-GAN-Tensorflow 3", "heykeetae/Self-Attention-GAN 11"}  # unscaled, as in the paper
 EVERY = (*REPORTS, *LATER, *THIRD, *FOURTH, *FIFTH, *SIXTH, *SEVENTH, *EIGHTH)
@@ -889,80 +890,61 @@ def test_labels_that_are_the_tokens_themselves_are_no_second_sequence():
     assert check(model.eval(), lambda: model(input_ids=tokens, labels=tokens)).wrong == ()
 
 
-class TwoNorms(nn.Module):
-    """The parts of a block, of which each kind below makes something else."""
+def option_beside_an_unbound_name():
+    """An attention with a bias that only a branch of its decorated forward reads, beside a name that is never bound."""
+    for helper in ():
+        helper()
 
-    def __init__(self):
+    class WithOption(Attention):
+        is_shifted = False
+
+        def __init__(self):
+            super().__init__()
+            self.shift = nn.Parameter(torch.randn(self.width))
+
+        @(lambda function: lambda *args: function(*args))
+        def forward(self, x, padding=None):
+            return Attention.forward(self, x + self.shift if self.is_shifted else x, padding)
+
+        def clean(self):
+            return helper()
+
+    return WithOption()
+
+
+def test_an_option_in_decorated_code_is_none_where_its_class_uses_a_name_that_is_not_bound():
+    model = Decoder(option_beside_an_unbound_name).eval()
+    with pytest.raises(NameError):
+        model.blocks[0]["attn"].clean()
+    result = check(model, lambda: model(TOKENS))
+    assert "gradients" not in result.not_asked
+    assert result.findings == ()
+
+
+class TableOfAll(nn.Module):
+    """Padding is seen; positions are a table that is added as a whole, or as far as there are tokens."""
+
+    def __init__(self, is_cut):
         super().__init__()
-        self.attn, self.mlp = Attention(), nn.Linear(32, 32)
-        self.norm1, self.norm2 = nn.LayerNorm(32), nn.LayerNorm(32)
-
-
-class BothNorms(TwoNorms):
-    def forward(self, x):
-        x = x + self.attn(self.norm1(x))
-        return x + self.mlp(self.norm2(x))
-
-
-class NormNotNamed(TwoNorms):
-    def forward(self, x):
-        x = x + self.attn(self.norm1(x))
-        return x + self.mlp(x)
-
-
-class FirstNormTwice(TwoNorms):
-    closes = False
-
-    def forward(self, x):
-        x = x + self.attn(self.norm1(x))
-        return self.norm2(x) if self.closes else x + self.mlp(self.norm1(x))
-
-
-class NormIsAnOption(TwoNorms):
-    closes = False
-
-    def forward(self, x):
-        x = x + self.attn(self.norm1(x))
-        return x + self.mlp(self.norm2(x) if self.closes else x)
-
-
-class DecoratedOption(TwoNorms):
-    closes = False
-
-    @(lambda function: lambda *args: function(*args))
-    def forward(self, x):
-        x = x + self.attn(self.norm1(x))
-        return x + self.mlp(self.norm2(x) if self.closes else x)
-
-
-class OfBlocks(Decoder):
-    def __init__(self, block):
-        super().__init__(Attention)
-        self.blocks = nn.ModuleList(block() for _ in range(2))
+        self.embed, self.table = nn.Embedding(VOCABULARY, 32, padding_idx=0), nn.Parameter(torch.randn(T, 32))
+        self.attention, self.is_cut = Full(), is_cut
 
     def forward(self, tokens):
-        x = self.embed(tokens) + self.places(torch.arange(tokens.shape[1]))
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+        x = self.embed(tokens) + self.table[: tokens.shape[1] if self.is_cut else None]
+        return x + self.attention(x)
 
 
-@pytest.mark.parametrize(
-    ("block", "names"),
-    [
-        (BothNorms, []),
-        (NormNotNamed, ["left out"]),
-        (FirstNormTwice, ["left out"]),
-        (NormIsAnOption, []),
-        (DecoratedOption, []),
-    ],
-)
-def test_a_part_that_no_code_names_or_whose_like_runs_in_its_place_is_odd_and_an_option_is_not(block, names):
+@pytest.mark.parametrize("is_cut", [True, False])
+def test_padding_that_is_seen_is_told_where_the_model_takes_no_shorter_rows_too(is_cut):
     torch.manual_seed(0)
-    model = OfBlocks(block).eval()
-    findings = check(model, lambda: model(TOKENS)).findings
-    assert [(each.name, each.verdict, each.layer) for each in findings] == [(name, "odd", "blocks.0") for name in names]
-    assert all("norm2 of blocks.* " in each.text for each in findings)
+    model = TableOfAll(is_cut).eval()
+    tokens = TOKENS.clamp(min=1)
+    tokens[1, -2:] = 0
+    if not is_cut:
+        with pytest.raises(RuntimeError):
+            model(tokens[:, :-2])
+    found = check(model, lambda: model(tokens)).findings
+    assert [(each.verdict, each.name) for each in found] == [("odd", "padding")]
 
 
 class Graphs(nn.Module):
@@ -988,6 +970,36 @@ def test_graphs_that_see_each_other_are_told_by_the_numbers_of_their_nodes(hides
         alone = model(nodes[:2], batch[:2])
         assert torch.allclose(alone, model(nodes, batch)[:1], atol=1e-5) is hides
     assert [each.name for each in check(model, lambda: model(nodes, batch)).findings] == names
+
+
+class Numbered(nn.Module):
+    """Tokens in a row see each other, and each has a number, of which a value is looked up."""
+
+    def __init__(self):
+        super().__init__()
+        self.enter, self.value, self.leave = nn.Linear(5, 32), nn.Embedding(T, 32), nn.Linear(32, 3)
+        self.attention = nn.MultiheadAttention(32, 4, batch_first=True)
+
+    def forward(self, x, number=None, batch=None):
+        x = (self.enter(x) + self.value(batch if number is None else number))[None]
+        return self.leave((x + self.attention(x, x, x, need_weights=False)[0])[0])
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"number": torch.arange(T)},
+        {"number": torch.arange(T) // 3},
+        {"batch": torch.arange(T)},
+    ],
+    ids=["residues", "labels in order", "one node a graph"],
+)
+def test_numbers_of_tokens_are_no_numbers_of_graphs(given):
+    torch.manual_seed(0)
+    model, x = Numbered().eval(), torch.randn(T, 5)
+    result = check(model, lambda: model(x, **given))
+    assert "packed" in result.not_asked
+    assert "packed" not in [each.name for each in result.findings]
 
 
 class OneToken(nn.Module):
@@ -1064,16 +1076,34 @@ def test_truth_values_that_are_added_hide_nothing(kind, names):
     assert [card.is_causal for card in result.cards] == [kind is ConvertsItsMask]
 
 
-class Windowed(Attention):
-    """A window that only its configuration has, and no mask."""
+class Global(Attention):
+    """A layer that sees everything before it; its configuration has the window of others, which are local."""
 
-    def __init__(self, uses):
+    def __init__(self):
         super().__init__()
-        self.config = SimpleNamespace(sliding_window=3, use_sliding_window=uses)
+        self.config = SimpleNamespace(sliding_window=3)
 
 
-@pytest.mark.parametrize(("uses", "names"), [(True, ["mask"]), (False, [])])
-def test_a_window_of_the_configuration_is_told_where_it_is_to_be_used(uses, names):
+class Local(Global):
+    def mask(self, scores, padding):
+        return super().mask(scores, padding).masked_fill(causal(scores, -self.config.sliding_window), -1e9)
+
+
+def test_a_window_that_only_the_configuration_holds_is_not_one_of_each_layer():
     torch.manual_seed(0)
-    model = Decoder(lambda: Windowed(uses)).eval()
-    assert [each.name for each in check(model, lambda: model(TOKENS)).findings] == names
+    model = Decoder(iter([Local(), Global()]).__next__).eval()
+    masks = [block["attn"].mask(torch.zeros(1, 1, T, T), None)[0, 0, -1, 0] for block in model.blocks]
+    assert [bool(hidden < -1e8) for hidden in masks] == [True, False]
+    assert check(model, lambda: model(TOKENS)).findings == ()
+
+
+def test_upper_layers_of_qwen_see_everything_before_them():
+    config = transformers.Qwen2MoeConfig(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=32, moe_intermediate_size=16, num_experts=2,
+        num_experts_per_tok=2, shared_expert_intermediate_size=16, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, use_sliding_window=True, max_window_layers=2, sliding_window=4,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.Qwen2MoeForCausalLM(config).eval()
+    tokens = TOKENS[:2].repeat(1, 2)
+    assert check(model, lambda: model(input_ids=tokens)).wrong == ()
