@@ -241,9 +241,10 @@ class Tape(Mode):
         return len(self.names) - 1
 
     def unread_parameters(self) -> set[str]:
-        """Return the names of parameters that no operation takes; of some that share memory it is not known."""
-        read = {view.cell.parameter for step in self.steps for view in step.inputs}
-        return {name for name in self.places if name in self.shapes} - read
+        """Return the parameters that nothing takes in training; none of what shares memory, nor in evaluation."""
+        cells = [*(view.cell for step in self.steps for view in step.inputs), *self.read_out]
+        is_known = "" in self.training
+        return {name for name in self.places if is_known and name in self.shapes} - {cell.parameter for cell in cells}
 
     def _of_this_rank(self, name: str, tensor: DTensor) -> Tensor:
         shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)

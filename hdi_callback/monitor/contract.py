@@ -110,7 +110,7 @@ class Contract:
                 trained = of_training.pop(("", 0, TARGET), None)
                 values = of_training | self._values_of(every, no_gradient)
                 values |= {} if trained is None else self._values_of_target(trained, every)
-                for tape in (it for it in read if isinstance(it, Tape)):
+                for tape in (it for it in read if isinstance(it, Tape) and "" in it.training):
                     unread = {*map(name_without_wrappers, tape.unread_parameters())}
                     self._unread = unread if self._unread is None else self._unread & unread
                 values |= {key: self._say_unread(values[key]) for key in values if key[2] == STILL}
@@ -469,7 +469,7 @@ def _tell_text(before: str, after: str) -> Clauses:
 
 
 def _tell_still(before: Mapping[str, str], after: Mapping[str, str]) -> Clauses:
-    phrases = [*dict.fromkeys(text for name, text in after.items() if name not in before)]
+    phrases = [*dict.fromkeys(text for name, text in after.items() if before.get(name) != text)]
     return {phrase: tuple(name for name, text in after.items() if text == phrase) for phrase in phrases}
 
 

@@ -83,8 +83,10 @@ class Alerts:
                         warn(f"The rule {rule.name!r} failed ({describe(error)}) and is off. Training goes on.")
         if any(each.level for each in report.new) or any(each.level != "notice" for each in record.alerts):
             self._warned = record.step
+        if any(each.level and each.rule.name == ChangeWithLoss.name for each in report.new):
+            rise = self._losses.explain() or rise
         of_loss = self._judge_loss(record, rise)
-        if self._is_cause_told() or self._losses.is_explained:  # of what each layer has changed as well
+        if self._is_cause_told():  # of what each layer has changed as well
             report.new = [sighting for sighting in report.new if sighting.rule.name != ChangeWithLoss.name]
         return (*of_loss, *self._events.update(report))
 

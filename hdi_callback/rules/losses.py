@@ -53,78 +53,89 @@ class Losses:
         self.is_good = False  # smoothed over five readings, at its best so far but for noise, or falling
         self.bad_in_a_row = SMOOTHED  # losses at which it was not, as if before the first it never was
         self._latest: dict[int, float] = {}  # step -> loss, 32 at most
-        self._largest = -math.inf  # of all losses before the last ones, and before a rise
         self._best = (math.inf, math.inf)  # least median, and the largest loss among those it is of
         self._step = 0  # of the last reading
         # What has changed: in words, the parameters that were written, the loss before, how high it is to be, readings.
         self._change: tuple[str, tuple[str, ...], float, float, int] | None = None
         self._rise: Rise | None = None  # until it is judged
 
-    @property
-    def is_explained(self) -> bool:
-        """Whether the loss rose after a change that is known, and it is still to be seen whether it comes back."""
-        return self._rise is not None and self._rise.change is not None
-
     def judge(self, record: Record) -> Said | None:
         """Return what is to be said of a reading that is not noted yet.
 
         Of a write, and of a rise that nothing explains, a notice. A warning where the loss rises at two readings after
-        a write or a notice of the contract, or at three above all before, and is not back five readings later.
+        a write or a notice of the contract, or at three above all before, and is not back five readings later, or at
+        the last reading.
         """
-        losses, loss = [*self._latest.values()], record.loss
         before, self._step = self._step, record.step
-        usual = _usual(losses)
-        told = next((alert for alert in record.alerts if alert.level == "notice" and alert.since is not None), None)
-        if record.written or told is not None:
-            when = f"between steps {before} and {record.step}"
-            wrote = f"something else than the optimizer wrote {quoted(record.written)} {when}" if record.written else ""
-            since = record.step if told is None or told.since is None else told.since
-            earlier = [each for step, each in self._latest.items() if step < since]
-            was, text = statistics.median(earlier[-3:] or [0.0]), wrote if told is None else told.message
-            is_known = len(earlier) >= FEWEST
-            self._change = (text, record.written, was, was + FARTHER * usual, 0) if is_known else None
-            if self._rise is not None and since <= self._rise.since + 1:
-                self._rise = self._rise._replace(change=(text, record.written))
-            if wrote:
-                return Said("notice", wrote, record.written)
-        if loss is None or len(losses) <= FEWEST or record.step - [*self._latest][-1] < _APART:
-            return None
-        if self._rise is not None:
-            return self._follow(self._rise, loss)
-        if self._change is None:
-            return self._begin([*losses, loss], usual)
-        text, names, was, limit, count = self._change
-        self._change = (text, names, was, limit, count + 1) if count < SMOOTHED else None
-        if min(losses[-1], loss) > limit:
-            self._rise = Rise(was, limit, (losses[-1], loss), [*self._latest][-2], (text, names))
-        return None
+        wrote = self._note_change(record, before)
+        steps, loss, said = [*self._latest], record.loss, None
+        if loss is not None and math.isfinite(loss) and len(steps) > FEWEST and record.step - steps[-1] >= _APART:
+            said = self._begin(loss) if self._rise is None else self._follow(self._rise, loss)
+        if self._rise is not None and record.is_last:
+            said = self._verdict(self._rise)
+        return Said("notice", wrote, record.written) if wrote and (said is None or said.level == "notice") else said
 
-    def _begin(self, losses: list[float], usual: float) -> Said | None:
-        """Return what is to be said of a loss that has risen though nothing was written or computed otherwise."""
-        *past, first, second, loss = losses[-LONG - LASTS :]
+    def _note_change(self, record: Record, before: int) -> str:
+        """Take what has changed by a record: what may explain a rise that is waited for, or one that follows."""
+        told = next((alert for alert in record.alerts if alert.level == "notice" and alert.since is not None), None)
+        if not record.written and told is None:
+            return ""
+        when = f"between steps {before} and {record.step}"
+        wrote = f"something else than the optimizer wrote {quoted(record.written)} {when}" if record.written else ""
+        since = record.step if told is None or told.since is None else told.since
+        earlier = [each for step, each in self._latest.items() if step < since]
+        was, text = statistics.median(earlier[-3:] or [0.0]), wrote if told is None else told.message
+        if len(earlier) < FEWEST:
+            return wrote
+        is_recent = since >= [*self._latest][-LONG:][0]
+        if self._rise is not None and self._rise.change is None and is_recent and since <= self._rise.since + 1:
+            self._rise = self._rise._replace(change=(text, record.written))
+        else:
+            self._change = (text, record.written, was, was + FARTHER * _usual([*self._latest.values()]), 0)
+        return wrote
+
+    def _begin(self, loss: float) -> Said | None:
+        """Return what is to be said of a loss that may have risen, after what has changed or for no known reason."""
+        steps, losses = [*self._latest], [*self._latest.values(), loss]
+        if self._change is not None:
+            text, names, was, limit, count = self._change
+            self._change = (text, names, was, limit, count + 1) if count < SMOOTHED else None
+            if min(losses[-2:]) > limit:
+                self._rise, self._change = Rise(was, limit, tuple(losses[-2:]), steps[-2], (text, names)), None
+            return None
+        *past, first, second, third = losses[-LONG - LASTS :]
         was, far = statistics.median(past[-SMOOTHED:]), _usual(past)
-        limit = max(*past, was + HIGH * far)
-        if len(past) == LONG and min(first, second, loss) > limit:
-            self._rise = Rise(was, was, (first, second, loss), [*self._latest][-LASTS], None)
+        if len(past) == LONG and min(first, second, third) > max(*past, was + HIGH * far):
+            self._rise = Rise(was, was, (first, second, third), steps[-LASTS], None)
             return None
         was = statistics.median(losses[-5:-2])
-        is_clear = min(losses[-2:]) > max(*losses[-7:-2], was + CLEAR * usual)
+        is_clear = min(losses[-2:]) > max(*losses[-7:-2], was + CLEAR * _usual(losses[:-1]))
         return Said("notice", f"the loss rose from {was:.3g} to {loss:.3g}") if is_clear else None
 
     def _follow(self, rise: Rise, loss: float) -> Said | None:
         """Return what is to be said of a loss that rose some readings ago."""
-        losses = (*rise.losses, loss)
-        if len(losses) < SMOOTHED + 2:
-            self._rise = rise._replace(losses=losses)
+        self._rise = rise = rise._replace(losses=(*rise.losses, loss))
+        return self._verdict(rise) if len(rise.losses) == SMOOTHED + 2 else None
+
+    def _verdict(self, rise: Rise) -> Said | None:
+        """Return a warning of a loss of whose rise a third is left, unless it rose again after a further change."""
+        self._rise = None
+        was, high, now = rise.was, statistics.fmean(rise.losses[:2]), statistics.median(rise.losses[-3:])
+        if now <= max(rise.limit, was + LEFT * (high - was)) or (self._change is not None and now > 2 * high - was):
             return None
-        self._rise = self._change = None
-        high, now = statistics.fmean(losses[:2]), statistics.median(losses[-3:])
-        if now <= max(rise.limit, min(rise.was + LEFT * (high - rise.was), self._largest)):
+        text = (
+            f"the loss rose from {was:.3g} to {high:.3g} after step {rise.since}, and is {now:.3g} at step {self._step}"
+        )
+        return Said("warning", text, since=rise.since) if rise.change is None else _after(rise.change, text)
+
+    def explain(self) -> Said | None:
+        """Return a warning of the rise that is waited for, if what changed before it is known, as a layer shows it."""
+        rise = self._rise
+        if rise is None or rise.change is None:
             return None
-        text = f"the loss rose from {rise.was:.3g} to {high:.3g}, and is {now:.3g} {SMOOTHED} readings later"
-        if rise.change is None:
-            return Said("warning", text, since=rise.since)
-        return Said("warning", f"{text}, after this: {rise.change[0]}", rise.change[1])
+        self._rise = None
+        high = statistics.fmean(rise.losses[:2])
+        return _after(rise.change, f"the loss rose from {rise.was:.3g} to {high:.3g} after step {rise.since}")
 
     def note(self, loss: float | None) -> None:
         """Take the loss of a reading."""
@@ -137,8 +148,6 @@ class Losses:
             return
         self._latest = dict([*self._latest.items(), (self._step, loss)][-32:])
         losses = [*self._latest.values()]
-        if self._rise is None and len(losses) > LASTS:
-            self._largest = max(self._largest, losses[-LASTS - 1])
         earlier, latest = losses[-2 * SMOOTHED : -SMOOTHED], losses[-SMOOTHED:]
         if len(latest) == SMOOTHED:
             median = statistics.median(latest)
@@ -148,6 +157,11 @@ class Losses:
         self.bad_in_a_row = 0 if self.is_good else self.bad_in_a_row + 1
 
 
+def _after(change: tuple[str, tuple[str, ...]], text: str) -> Said:
+    return Said("warning", f"{text}, after this: {change[0]}", change[1])
+
+
 def _usual(losses: Sequence[float]) -> float:
-    """Return how far a loss usually changes from one reading to the next."""
-    return statistics.median(abs(second - first) for first, second in pairwise(losses)) if losses[1:] else 0.0
+    """Return how far a loss usually changes from one reading to the next, and no less than it is rounded by."""
+    changes = [abs(second - first) for first, second in pairwise(losses)]
+    return max(statistics.median(changes), 1e-4 * abs(losses[-1])) if changes else 0.0

@@ -131,17 +131,36 @@ def test_a_parameter_of_a_block_that_no_forward_takes_is_a_notice(tmp_path):
     assert "no operation of the forwards that were compared takes `body.layers.1.gains`" in alert.message
 
 
-@pytest.mark.parametrize("kind", ["recurrent", "checkpoint", "autocast", "parametrized"])
+def test_a_parameter_that_is_taken_later_and_cut_off_is_a_warning_then(tmp_path):
+    def change(model):
+        layer = model.body.layers[1]
+        layer.gains = nn.Parameter(torch.ones(16))
+        layer.register_forward_hook(lambda layer, args, out: out * layer.gains.detach() if layer.late else out)
+        layer.late = False
+
+    def act(model, optimizer, step):
+        model.body.layers[1].late = step >= 60
+
+    alerts = [alert for alert in told(tmp_path, act, steps=220, change=change)[1] if "gains" in alert.message]
+    assert [alert.level for alert in alerts] == ["notice", "warning"]
+    assert "no gradient has reached `body.layers.1.gains`" in alerts[1].message
+
+
+@pytest.mark.parametrize("kind", ["number", "recurrent", "checkpoint", "autocast", "parametrized"])
 def test_what_a_forward_takes_in_any_way_is_cut_off_and_not_unread(kind, tmp_path):
     """Parameters of a block whose results are detached: none is said to be taken by no operation."""
 
     def change(model):
         layer = model.body.layers[1]
         layer.extra = nn.GRU(16, 16, batch_first=True) if kind == "recurrent" else nn.Linear(16, 16)
+        if kind == "number":
+            layer.extra = nn.Parameter(torch.ones(1))
         if kind == "parametrized":
             nn.utils.parametrizations.weight_norm(layer.extra)
 
         def add(layer, inputs, output):
+            if kind == "number":
+                return output * layer.extra.item()
             with torch.autocast("cpu", torch.bfloat16, enabled=kind == "autocast"):
                 call = partial(checkpoint, use_reentrant=False) if kind == "checkpoint" else lambda module, x: module(x)
                 found = call(layer.extra, output)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -36,7 +37,7 @@ def test_a_loss_that_rises_with_a_forward_that_has_changed_is_a_warning_with_wha
     ((step, level, text),) = told(noisy(0.3, 19), change="forward", since=95)
     assert (step, level) == (25, "warning")
     assert text.startswith("the loss rose from 1.8")
-    assert text.endswith(" 5 readings later, after this: the forward has changed")
+    assert text.endswith("at step 125, after this: the forward has changed")
 
 
 @pytest.mark.parametrize("change", ["", "forward", "write"])
@@ -79,6 +80,58 @@ def test_a_layer_that_changes_with_a_loss_that_rose_after_a_write_is_no_second_a
     assert levels == ["notice", "warning"]
 
 
+def test_a_layer_that_changes_with_a_loss_that_comes_back_is_told_whatever_was_noticed_beside_it():
+    draw = random.Random(1)
+    entropies = [0.8 + draw.uniform(-0.01, 0.01) - (0.3 if step >= 20 else 0) for step in range(30)]
+    losses = [loss + (0.5 if 20 <= step < 23 else 0) for step, loss in enumerate(noisy(0, 99))]
+    for change, says in {
+        "": "a changed as the loss rose",
+        "forward": "after this: the forward",
+        "write": "wrote",
+    }.items():
+        alerts = told(losses, change=change, since=96, entropies=entropies)
+        (text,) = [text for _, level, text in alerts if level != "notice"]
+        assert says in text
+
+
+def test_a_rise_is_judged_at_the_last_reading_of_the_run():
+    for count in (22, 24):
+        rules = Alerts(layers=[{"name": "a", "num_heads": 2, "num_key_heads": 2}])
+        given = []
+        for step, loss in enumerate(noisy(0.5, 20, count)):
+            extra = {"written": ("embed.weight",)} if step == 20 else {}
+            record = Record(5 * step, {"a": LayerRecord()}, loss=loss, is_last=step == count - 1, **extra)
+            given += [alert for alert in rules.judge(record) if alert.level == "warning"]
+        (alert,) = given
+        assert alert.step == 5 * (count - 1)
+        assert "after this: something else than the optimizer wrote `embed.weight`" in alert.message
+
+
+def judge_changes(losses, changes):
+    """Judge losses alone; `changes` are reading -> parameters that were written at it. Return what is warned of."""
+    judge, warned = Losses(), []
+    for reading, loss in enumerate(losses):
+        said = judge.judge(Record(5 * reading, {}, loss=loss, written=changes.get(reading, ())))
+        judge.note(loss)
+        warned += [said] if said is not None and said.level == "warning" else []
+    return warned
+
+
+def test_a_rise_is_told_with_the_change_before_it_and_not_with_one_before_an_earlier_and_smaller_rise():
+    small, large = noisy(0.15, 20, 45), noisy(3.0, 25, 45)
+    losses = [large[at] if at >= 25 else small[at] for at in range(45)]
+    (said,) = judge_changes(losses, {20: ("a.weight",), 25: ("b.weight",)})
+    assert said.written == ("b.weight",)
+    (said,) = judge_changes(noisy(1.0, 20, 45), {20: ("a.weight",), 23: ("b.weight",)})
+    assert said.written == ("a.weight",)
+
+
+def test_the_last_bit_of_a_constant_loss_is_no_rise_and_what_is_not_finite_no_loss():
+    assert judge_changes([0.7] * 20 + [0.7 + 1e-7] * 20, {20: ("a.weight",)}) == []
+    endless = [*noisy(0, 99, 20), math.nan, math.inf, *noisy(0, 99, 40)[20:]]
+    assert judge_changes(endless, {20: ("a.weight",)}) == []
+
+
 def alone(losses, *, every=5, others=None):
     """Judge readings of a loss alone, and return reading, level and text of what is said of it."""
     rules, others, messages = Alerts(layers=[{"name": "a", "num_heads": 2, "num_key_heads": 2}]), others or {}, []
@@ -92,7 +145,7 @@ def test_a_loss_that_stays_above_all_of_the_fifteen_readings_before_is_a_warning
     (first, low, _), (second, high, text) = alone(noisy(0.5, 20))
     assert ((first, low), (second, high)) == ((21, "notice"), (26, "warning"))
     assert text.startswith("the loss rose from 1.8")
-    assert text.endswith(" 5 readings later, and no layer changed with it")
+    assert text.endswith("at step 130, and no layer changed with it")
 
 
 @pytest.mark.parametrize(
