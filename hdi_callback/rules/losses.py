@@ -68,12 +68,13 @@ class Losses:
         """
         before, self._step = self._step, record.step
         wrote = self._note_change(record, before)
-        steps, loss, said = [*self._latest], record.loss, None
+        steps, loss, verdict = [*self._latest], record.loss, None
         if loss is not None and math.isfinite(loss) and len(steps) > FEWEST and record.step - steps[-1] >= _APART:
-            said = self._begin(loss) if self._rise is None else self._follow(self._rise, loss)
+            verdict = self._begin(loss) if self._rise is None else self._follow(self._rise, loss)
         if self._rise is not None and record.is_last:
-            said = self._verdict(self._rise)
-        return Said("notice", wrote, record.written) if wrote and (said is None or said.level == "notice") else said
+            verdict = self._verdict(self._rise)
+        is_warning = verdict is not None and verdict.level == "warning"
+        return Said("notice", wrote, record.written) if wrote and not is_warning else verdict
 
     def _note_change(self, record: Record, before: int) -> str:
         """Take what has changed by a record: what may explain a rise that is waited for, or one that follows."""
