@@ -13,7 +13,7 @@ from hdi_callback.rules.attention_rules import ChangeWithLoss
 from hdi_callback.rules.choice import check_rules, default_rules
 from hdi_callback.rules.events import Event, Events, Key, Report, Sighting
 from hdi_callback.rules.limits import Thresholds, check_thresholds, limits_of
-from hdi_callback.rules.losses import SMOOTHED, Losses, Rise, Said
+from hdi_callback.rules.losses import SMOOTHED, Cause, Losses, Rise, Said
 from hdi_callback.rules.rule import Finding, Rule, heads_in_words
 from hdi_callback.rules.series import Row, Series, has_been_trained
 
@@ -136,7 +136,7 @@ class Alerts:
 
     def load_state_dict(self, state: str) -> None:
         """Restore the result of `state_dict`."""
-        classes = (Alert, Event, Events, Finding, Losses, Rise, Row, Series)
+        classes = (Alert, Cause, Event, Events, Finding, Losses, Rise, Row, Series)
         restored = state_from_text(state, *classes)
         self._series, self._findings, self._events, self._losses, self._rise, self._warned = restored
         for name, series in self._series.items():

@@ -36,6 +36,17 @@ class Said(NamedTuple):
     since: int | None = None  # step of the last reading before the loss rose
 
 
+class Cause(NamedTuple):
+    """What may explain a rise: in words, what was written, the loss before, how high it is to be, and since when."""
+
+    text: str
+    written: tuple[str, ...]
+    was: float
+    limit: float
+    since: int  # its first step
+    number: int  # of losses that were judged before it was told
+
+
 class Rise(NamedTuple):
     """A loss that rose: where it was, how high it is to stay, the losses since, the step before, and why if known."""
 
@@ -55,8 +66,8 @@ class Losses:
         self._latest: dict[int, float] = {}  # step -> loss, 32 at most
         self._best = (math.inf, math.inf)  # least median, and the largest loss among those it is of
         self._step = 0  # of the last reading
-        # What has changed: in words, the parameters that were written, the loss before, how high it is to be, readings.
-        self._change: tuple[str, tuple[str, ...], float, float, int] | None = None
+        self._changes: list[Cause] = []  # of the last five losses
+        self._count = 0  # of losses that were judged
         self._rise: Rise | None = None  # until it is judged
 
     def judge(self, record: Record) -> Said | None:
@@ -86,24 +97,27 @@ class Losses:
         since = record.step if told is None or told.since is None else told.since
         earlier = [each for step, each in self._latest.items() if step < since]
         was, text = statistics.median(earlier[-3:] or [0.0]), wrote if told is None else told.message
-        if len(earlier) < FEWEST:
+        limit = was + FARTHER * _usual([*self._latest.values()])
+        if len(earlier) < FEWEST or earlier[-1] > limit:  # else it was high before
             return wrote
         is_recent = since >= [*self._latest][-LONG:][0]
         if self._rise is not None and self._rise.change is None and is_recent and since <= self._rise.since + 1:
             self._rise = self._rise._replace(change=(text, record.written))
         else:
-            self._change = (text, record.written, was, was + FARTHER * _usual([*self._latest.values()]), 0)
+            self._changes.append(Cause(text, record.written, was, limit, since, self._count))
         return wrote
 
     def _begin(self, loss: float) -> Said | None:
         """Return what is to be said of a loss that may have risen, after what has changed or for no known reason."""
         steps, losses = [*self._latest], [*self._latest.values(), loss]
-        if self._change is not None:
-            text, names, was, limit, count = self._change
-            self._change = (text, names, was, limit, count + 1) if count < SMOOTHED else None
-            if min(losses[-2:]) > limit:
-                self._rise, self._change = Rise(was, limit, tuple(losses[-2:]), steps[-2], (text, names)), None
-            return None
+        self._count += 1
+        self._changes = [each for each in self._changes if self._count - each.number <= SMOOTHED + 1]
+        for each in reversed(self._changes):
+            if steps[-1] >= each.since and min(losses[-2:]) > each.limit:
+                since = max((step for step in steps if step < each.since), default=steps[0])
+                self._rise = Rise(each.was, each.limit, tuple(losses[-2:]), since, (each.text, each.written))
+                self._changes = []
+                return None
         *past, first, second, third = losses[-LONG - LASTS :]
         was, far = statistics.median(past[-SMOOTHED:]), _usual(past)
         if len(past) == LONG and min(first, second, third) > max(*past, was + HIGH * far):
@@ -122,7 +136,7 @@ class Losses:
         """Return a warning of a loss of whose rise a third is left, unless it rose again after a further change."""
         self._rise = None
         was, high, now = rise.was, statistics.fmean(rise.losses[:2]), statistics.median(rise.losses[-3:])
-        if now <= max(rise.limit, was + LEFT * (high - was)) or (self._change is not None and now > 2 * high - was):
+        if now <= max(rise.limit, was + LEFT * (high - was)) or (self._changes and now > 2 * high - was):
             return None
         text = (
             f"the loss rose from {was:.3g} to {high:.3g} after step {rise.since}, and is {now:.3g} at step {self._step}"

@@ -126,6 +126,16 @@ def test_a_rise_is_told_with_the_change_before_it_and_not_with_one_before_an_ear
     assert said.written == ("a.weight",)
 
 
+def test_a_change_is_told_with_the_first_step_after_it_and_one_after_the_rise_is_not_accused():
+    (said,) = judge_changes(noisy(0.5, 20, 45), {20: ("a.weight",), 21: ("b.weight",)})
+    assert said.written == ("a.weight",)
+    assert "rose from 1.83 to 2.3 after step 95" in said.text
+    assert [said.written for said in judge_changes(noisy(0.5, 19, 45), {20: ("a.weight",)})] == [None]
+    late = Alert(140, "contract change", "notice", {"a": ()}, "the forward has changed", since=96)
+    texts = [text for _, level, text in alone(noisy(0.5, 20, 45), others={28: (late,)}) if level == "warning"]
+    assert all("after step 95" in text for text in texts)
+
+
 def test_the_last_bit_of_a_constant_loss_is_no_rise_and_what_is_not_finite_no_loss():
     assert judge_changes([0.7] * 20 + [0.7 + 1e-7] * 20, {20: ("a.weight",)}) == []
     endless = [*noisy(0, 99, 20), math.nan, math.inf, *noisy(0, 99, 40)[20:]]
