@@ -129,7 +129,8 @@ class ChangeWithLoss(Rule):
         "readings after something else than the optimizer wrote parameters, or a notice of the contract, or was at "
         "three readings above all of the 15 before and by four such changes above the median of the last five of them "
         "and nothing else was told, and five readings after the rise, or at the last one, a third of it is left; a "
-        "notice of the write alone, and of a loss that rose by five where no layer changed. It ends with a good loss"
+        "notice of the write alone, and of a loss that rose by five where no layer changed. It ends with a loss that "
+        "falls or is at its best"
     )
     action = (
         "look at what changed at that step: the data, the learning rate, the checkpoint that was loaded, and the code "

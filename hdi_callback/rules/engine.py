@@ -120,7 +120,7 @@ class Alerts:
             return ()
         alert, count = self._rise
         self._rise = None if self._losses.is_good and count >= SMOOTHED else (alert, count + 1)
-        message = f"the loss is good again, after step {alert.step}"
+        message = f"the loss falls again, or is at its best, after step {alert.step}"
         return () if self._rise else (replace(alert, step=record.step, message=message, action="", status="resolved"),)
 
     def expect_change(self, layer: str, heads: Sequence[int], step: int, by: str = "") -> None:

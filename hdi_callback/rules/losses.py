@@ -54,7 +54,7 @@ class Rise(NamedTuple):
     limit: float
     losses: tuple[float, ...]
     since: int
-    change: tuple[str, tuple[str, ...]] | None  # in words, and the parameters that were written
+    cause: Cause | None
 
 
 class Losses:
@@ -66,7 +66,7 @@ class Losses:
         self._latest: dict[int, float] = {}  # step -> loss, 32 at most
         self._best = (math.inf, math.inf)  # least median, and the largest loss among those it is of
         self._step = 0  # of the last reading
-        self._changes: list[Cause] = []  # of the last five losses
+        self._causes: list[Cause] = []  # of the last five losses
         self._count = 0  # of losses that were judged
         self._rise: Rise | None = None  # until it is judged
 
@@ -101,22 +101,22 @@ class Losses:
         if len(earlier) < FEWEST or earlier[-1] > limit:  # else it was high before
             return wrote
         is_recent = since >= [*self._latest][-LONG:][0]
-        if self._rise is not None and self._rise.change is None and is_recent and since <= self._rise.since + 1:
-            self._rise = self._rise._replace(change=(text, record.written))
+        cause = Cause(text, record.written, was, limit, since, self._count)
+        if self._rise is not None and self._rise.cause is None and is_recent and since <= self._rise.since + 1:
+            self._rise = self._rise._replace(cause=cause)
         else:
-            self._changes.append(Cause(text, record.written, was, limit, since, self._count))
+            self._causes.append(cause)
         return wrote
 
     def _begin(self, loss: float) -> Said | None:
         """Return what is to be said of a loss that may have risen, after what has changed or for no known reason."""
         steps, losses = [*self._latest], [*self._latest.values(), loss]
         self._count += 1
-        self._changes = [each for each in self._changes if self._count - each.number <= SMOOTHED + 1]
-        for each in reversed(self._changes):
-            if steps[-1] >= each.since and min(losses[-2:]) > each.limit:
-                since = max((step for step in steps if step < each.since), default=steps[0])
-                self._rise = Rise(each.was, each.limit, tuple(losses[-2:]), since, (each.text, each.written))
-                self._changes = []
+        self._causes = [cause for cause in self._causes if self._count - cause.number <= SMOOTHED + 1]
+        for cause in reversed(self._causes):
+            if steps[-1] >= cause.since and min(losses[-2:]) > cause.limit:
+                since = max((step for step in steps if step < cause.since), default=steps[0])
+                self._rise, self._causes = Rise(cause.was, cause.limit, tuple(losses[-2:]), since, cause), []
                 return None
         *past, first, second, third = losses[-LONG - LASTS :]
         was, far = statistics.median(past[-SMOOTHED:]), _usual(past)
@@ -136,21 +136,21 @@ class Losses:
         """Return a warning of a loss of whose rise a third is left, unless it rose again after a further change."""
         self._rise = None
         was, high, now = rise.was, statistics.fmean(rise.losses[:2]), statistics.median(rise.losses[-3:])
-        if now <= max(rise.limit, was + LEFT * (high - was)) or (self._changes and now > 2 * high - was):
+        if now <= max(rise.limit, was + LEFT * (high - was)) or (self._causes and now > 2 * high - was):
             return None
         text = (
             f"the loss rose from {was:.3g} to {high:.3g} after step {rise.since}, and is {now:.3g} at step {self._step}"
         )
-        return Said("warning", text, since=rise.since) if rise.change is None else _after(rise.change, text)
+        return Said("warning", text, since=rise.since) if rise.cause is None else _after(rise.cause, text)
 
     def explain(self) -> Said | None:
         """Return a warning of the rise that is waited for, if what changed before it is known, as a layer shows it."""
         rise = self._rise
-        if rise is None or rise.change is None:
+        if rise is None or rise.cause is None:
             return None
         self._rise = None
         high = statistics.fmean(rise.losses[:2])
-        return _after(rise.change, f"the loss rose from {rise.was:.3g} to {high:.3g} after step {rise.since}")
+        return _after(rise.cause, f"the loss rose from {rise.was:.3g} to {high:.3g} after step {rise.since}")
 
     def note(self, loss: float | None) -> None:
         """Take the loss of a reading."""
@@ -172,8 +172,8 @@ class Losses:
         self.bad_in_a_row = 0 if self.is_good else self.bad_in_a_row + 1
 
 
-def _after(change: tuple[str, tuple[str, ...]], text: str) -> Said:
-    return Said("warning", f"{text}, after this: {change[0]}", change[1])
+def _after(cause: Cause, text: str) -> Said:
+    return Said("warning", f"{text}, after this: {cause.text}", cause.written)
 
 
 def _usual(losses: Sequence[float]) -> float:
